@@ -1,0 +1,131 @@
+"""The config of a Kimi K2.5 checkpoint, read without remote code.
+
+Importing this module registers `KimiK25Config` with transformers' AutoConfig.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, ClassVar
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, DeepseekV3Config, PretrainedConfig
+
+from kimi_bridge.checkpoint.quantization import Int4Quantization, read_quantization
+from kimi_bridge.errors import CheckpointError
+
+__all__ = ["ARCHITECTURE", "Int4Quantization", "KimiK25Config", "read_quantization"]
+
+ARCHITECTURE = "KimiK25ForConditionalGeneration"
+
+# What from_pretrained adds to the content of the file; none of it belongs into the next file.
+_NOT_IN_THE_FILE = ("name_or_path", "attn_implementation", "experts_implementation")
+
+
+class KimiK25Config(PretrainedConfig):
+    """The unified config: `text_config` is a DeepseekV3Config, `vision_config` stays the dict it is.
+
+    The file's own keys are kept: what is written back is the file as it was read, with the changes
+    made to this object since (so `model_type: kimi_k2`, `auto_map`, keys unknown to transformers and the
+    quantization_config all survive). `rope_scaling` and `rope_theta` are always written, because
+    transformers 4 knows nothing of `rope_parameters`.
+    Raises CheckpointError for another architecture, and for a missing or unusable text_config.
+    """
+
+    model_type = "kimi_k25"
+    sub_configs: ClassVar[dict[str, type[PretrainedConfig]]] = {"text_config": DeepseekV3Config}
+    has_no_defaults_at_init = True
+
+    def __init__(
+        self,
+        text_config: dict[str, Any] | PretrainedConfig | None = None,
+        vision_config: dict[str, Any] | PretrainedConfig | None = None,
+        tie_word_embeddings: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        text, vision = _as_dict(text_config), _as_dict(vision_config)
+        _check_architecture(text, kwargs.get("architectures"))
+        source = {k: v for k, v in kwargs.items() if k not in _NOT_IN_THE_FILE and not k.startswith("_")}
+        source |= {"tie_word_embeddings": tie_word_embeddings, "text_config": text}
+        if vision is not None:
+            source["vision_config"] = vision
+        self._source = copy.deepcopy(source)
+        self.text_config = _deepseek_config(text)
+        self.vision_config = copy.deepcopy(vision)
+        self.tie_word_embeddings = tie_word_embeddings
+        super().__init__(**copy.deepcopy(kwargs))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of config.json: as it was read, plus whatever was changed since."""
+        fresh = type(self)(**copy.deepcopy(self._source))
+        out = _with_changes(self._source, self._flat(), fresh._flat())
+        source_text = self._source["text_config"]
+        text = _with_changes(source_text, self.text_config.to_dict(), fresh.text_config.to_dict())
+        out["text_config"] = _with_both_rope_forms(
+            text, source_text, self.text_config.rope_parameters, fresh.text_config.rope_parameters
+        )
+        self.dict_dtype_to_str(out)
+        return out
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """The same as to_dict: the file states every value it was read with."""
+        return self.to_dict()
+
+    def _flat(self) -> dict[str, Any]:
+        """Every attribute as transformers would write it, without the two sub-configs' own merging."""
+        flat = super().to_dict()
+        flat.pop("text_config")
+        return {k: v for k, v in flat.items() if not k.startswith("_")}
+
+
+def _as_dict(config: dict[str, Any] | PretrainedConfig | None) -> dict[str, Any] | None:
+    return config.to_dict() if isinstance(config, PretrainedConfig) else config
+
+
+def _check_architecture(text: Any, architectures: Any) -> None:
+    if architectures and ARCHITECTURE not in architectures:
+        raise CheckpointError(
+            f"config.json names the architecture {', '.join(map(str, architectures))}: this library reads "
+            f"{ARCHITECTURE} checkpoints only."
+        )
+    if not isinstance(text, dict) or not text:
+        raise CheckpointError(
+            "config.json has no text_config: a Kimi K2.5 checkpoint keeps the language model's settings "
+            "there; use the config.json that was published with the weights."
+        )
+
+
+def _deepseek_config(text: dict[str, Any]) -> DeepseekV3Config:
+    """Builds the DeepseekV3Config under its own model_type; to_dict puts the file's model_type back."""
+    values = {k: v for k, v in copy.deepcopy(text).items() if k != "model_type"}
+    try:
+        return DeepseekV3Config(**values)
+    except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"text_config in config.json is not a DeepSeek-V3 config ({reason}): correct that value."
+        ) from error
+
+
+def _with_changes(source: dict[str, Any], now: dict[str, Any], fresh: dict[str, Any]) -> dict[str, Any]:
+    """`source` with every key set to its new value, or removed, where `now` differs from `fresh`."""
+    out = {k: v for k, v in copy.deepcopy(source).items() if k in now or k not in fresh}
+    out.update({k: v for k, v in now.items() if k not in fresh or fresh[k] != v})
+    return out
+
+
+def _with_both_rope_forms(
+    text: dict[str, Any], source: dict[str, Any], now: Any, fresh: Any
+) -> dict[str, Any]:
+    """`text` with rope_theta and rope_scaling (transformers 4); rope_parameters (5) if the file had them."""
+    if "rope_parameters" not in source:
+        text.pop("rope_parameters", None)
+    if not now or ("rope_scaling" in source and now == fresh):
+        return text
+    scaling = {k: v for k, v in now.items() if k != "rope_theta"}
+    text["rope_theta"] = now["rope_theta"]
+    text["rope_scaling"] = None if scaling.get("rope_type", "default") == "default" else scaling
+    return text
+
+
+AutoConfig.register(KimiK25Config.model_type, KimiK25Config, exist_ok=True)

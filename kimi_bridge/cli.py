@@ -1,0 +1,245 @@
+"""The command `kimi-bridge`. Verbs on Hugging Face folders start at once; only import, export and demo
+need Megatron."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import kimi_bridge
+from kimi_bridge.errors import KimiBridgeError
+
+app = typer.Typer(
+    name="kimi-bridge",
+    help="Kimi K2.5-family INT4 checkpoints into Megatron and back, bit for bit.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+out = Console()
+err = Console(stderr=True)
+
+
+class Size(StrEnum):
+    tiny = "tiny"
+    small = "small"
+
+
+class Convention(StrEnum):
+    kimi = "kimi"
+    rtn = "rtn"
+    mixed = "mixed"
+
+
+class WeightDtype(StrEnum):
+    int4 = "int4"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+HfModel = Annotated[str, typer.Option(help="Folder or hub id of the checkpoint that training starts from.")]
+MegatronPath = Annotated[Path, typer.Option(help="Folder of the Megatron checkpoint.")]
+Tp = Annotated[int, typer.Option(min=1, help="tensor_model_parallel_size")]
+Pp = Annotated[int, typer.Option(min=1, help="pipeline_model_parallel_size")]
+Ep = Annotated[int, typer.Option(min=1, help="expert_model_parallel_size")]
+Etp = Annotated[int | None, typer.Option(min=1, help="expert_tensor_parallel_size (default: as --tp)")]
+Vp = Annotated[int | None, typer.Option(min=1, help="virtual_pipeline_model_parallel_size")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is already there.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def main() -> None:
+    """Runs the command line. Exit codes: 0 done, 1 the job failed, 2 wrong usage, 130 interrupted."""
+    try:
+        app()
+    except KimiBridgeError as error:
+        # Under torchrun every rank raises an error that they share; one copy is enough.
+        if os.environ.get("RANK", "0") == "0" or not getattr(error, "shared", False):
+            err.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(1)
+
+
+def _version(value: bool) -> None:
+    if value:
+        out.print(f"kimi-bridge {kimi_bridge.__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Kimi K2.5-family INT4 checkpoints into Megatron and back, bit for bit."""
+
+
+@app.command()
+def demo(
+    folder: Annotated[Path, typer.Option(help="Where to work.")] = Path(".demo"),
+) -> None:
+    """Shows the whole way on a tiny checkpoint: into Megatron on two processes, out of another layout.
+
+    Compares every tensor bit for bit. About two minutes on two CPU cores, most of it Megatron's start-up.
+
+    Example: kimi-bridge demo
+    """
+    from kimi_bridge.demo import run_demo
+
+    if not run_demo(folder, out):
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor() -> None:
+    """Says which versions are here, what works, what is missing and how to get it.
+
+    Example: kimi-bridge doctor
+    """
+    from kimi_bridge.doctor import examine
+
+    table = Table("", "version", "works", "note", title="kimi-bridge doctor")
+    findings = examine()
+    for finding in findings:
+        works = "yes" if finding.works else ("no" if finding.needed else "-")
+        table.add_row(finding.name, finding.version or "not installed", works, finding.note)
+    out.print(table)
+    if any(finding.needed and not finding.works for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command()
+def inspect(path: Annotated[str, typer.Argument(help="Folder or hub id.")], as_json: Json = False) -> None:
+    """Describes a checkpoint from its config, index and headers, and a small sample of its INT4 codes.
+
+    Example: kimi-bridge inspect moonshotai/Kimi-K2.5
+    """
+    from kimi_bridge.checkpoint import inspect_checkpoint, resolve_checkpoint
+
+    inspection = inspect_checkpoint(resolve_checkpoint(path))
+    if as_json:
+        print(json.dumps(inspection.to_json(), indent=2))
+    else:
+        _print_inspection(inspection)
+    if inspection.problems:
+        raise typer.Exit(1)
+
+
+@app.command()
+def synthesize(
+    dst: Annotated[Path, typer.Argument(help="The folder to make.")],
+    size: Annotated[Size, typer.Option(help="tiny: for a CPU, seconds. small: for a GPU and vLLM.")] = Size.tiny,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same bytes.")] = 0,
+    convention: Annotated[
+        Convention, typer.Option(help="How the INT4 codes were made; mixed: groups that fit no convention.")
+    ] = Convention.kimi,
+) -> None:
+    """Makes a small checkpoint with the real structure and random weights, for tests.
+
+    Example: kimi-bridge synthesize ./tiny --size tiny --seed 1
+    """
+    from kimi_bridge.checkpoint import synthesize_checkpoint
+
+    synthesize_checkpoint(dst, size=size.value, seed=seed, convention=convention.value)
+    out.print(f"{dst}: written", highlight=False)
+
+
+@app.command("import")
+def import_(
+    hf_model: HfModel,
+    megatron_path: MegatronPath,
+    tp: Tp = 1,
+    pp: Pp = 1,
+    ep: Ep = 1,
+    etp: Etp = None,
+    vp: Vp = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Loads a Hugging Face checkpoint into Megatron and saves a Megatron checkpoint, for any later layout.
+
+    Example: torchrun --nproc_per_node 8 -m kimi_bridge import --hf-model moonshotai/Kimi-K2.5
+    --megatron-path ./k25-megatron --ep 8
+    """
+    from kimi_bridge.megatron.jobs import import_checkpoint
+    from kimi_bridge.megatron.runtime import Layout
+
+    import_checkpoint(hf_model, megatron_path, Layout(tp, pp, ep, etp, vp), overwrite)
+    _say(f"{megatron_path}: written")
+
+
+@app.command()
+def export(
+    hf_model: HfModel,
+    megatron_path: MegatronPath,
+    hf_path: Annotated[Path, typer.Option(help="The Hugging Face folder to make.")],
+    tp: Tp = 1,
+    pp: Pp = 1,
+    ep: Ep = 1,
+    etp: Etp = None,
+    vp: Vp = None,
+    weight_dtype: Annotated[
+        WeightDtype, typer.Option(help="int4: as --hf-model has it. Others: plain tensors.")
+    ] = WeightDtype.int4,
+    overwrite: Overwrite = False,
+) -> None:
+    """Writes a Megatron checkpoint as a Hugging Face folder that serves.
+
+    What training did not change comes out with the bits of --hf-model.
+
+    Example: torchrun --nproc_per_node 8 -m kimi_bridge export --hf-model moonshotai/Kimi-K2.5
+    --megatron-path ./k25-megatron --hf-path ./k25-out --tp 4 --ep 2
+    """
+    import torch
+
+    from kimi_bridge.megatron.jobs import export_megatron_checkpoint
+    from kimi_bridge.megatron.runtime import Layout
+
+    dtype = None if weight_dtype is WeightDtype.int4 else getattr(torch, weight_dtype.value)
+    layout = Layout(tp, pp, ep, etp, vp)
+    export_megatron_checkpoint(hf_model, megatron_path, hf_path, layout, dtype, overwrite)
+    _say(f"{hf_path}: written")
+
+
+@app.command()
+def verify(
+    a: Annotated[str, typer.Argument(help="Folder or hub id.")],
+    b: Annotated[str, typer.Argument(help="Folder or hub id.")],
+    as_json: Json = False,
+) -> None:
+    """Compares two checkpoints bit for bit, tensor by tensor. Exit code 1 when they differ.
+
+    Example: kimi-bridge verify moonshotai/Kimi-K2.5 ./k25-out
+    """
+    from kimi_bridge.checkpoint import resolve_checkpoint, verify_checkpoints
+
+    report = verify_checkpoints(resolve_checkpoint(a), resolve_checkpoint(b))
+    if as_json:
+        print(json.dumps(report.to_json(), indent=2))
+    else:
+        print_report(report, out)
+    if not report.identical:
+        raise typer.Exit(1)
+
+
+def print_report(report: Any, console: Console) -> None:
+    """The table of a comparison, and the tensors that differ."""
+    console.print(report)
+
+
+def _print_inspection(inspection: Any) -> None:
+    out.print(inspection)
+
+
+def _say(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        out.print(text, highlight=False, soft_wrap=True)

@@ -1,0 +1,207 @@
+"""Process groups and model construction, on GPUs and, for conversions and tests, on a CPU.
+
+Converting a checkpoint needs Megatron's modules and their sharding, but no arithmetic, so a host
+without a GPU can do it: the production layer spec with Transformer Engine's grouped experts is built,
+loaded, exported and saved under gloo. `enable_cpu` holds all that this takes.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.bridge.models.conversion.utils import unwrap_model
+from megatron.core import parallel_state
+
+from kimi_bridge.errors import KimiBridgeError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is spread over ranks. `etp` None means the same as `tp`, Megatron's default."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    vp: int | None = None
+
+    def __str__(self) -> str:
+        parts = [f"TP {self.tp}", f"EP {self.ep}", f"PP {self.pp}"]
+        if self.etp is not None:
+            parts.insert(1, f"ETP {self.etp}")
+        if self.vp is not None:
+            parts.append(f"VP {self.vp}")
+        return " x ".join(parts)
+
+
+def initialize(layout: Layout) -> None:
+    """Joins the process group (torchrun's, or one of this process alone) and lays out Megatron's groups.
+
+    Called again, it replaces the model-parallel groups; the process group stays.
+
+    Raises:
+        KimiBridgeError: the world size cannot hold the layout.
+    """
+    if not torch.cuda.is_available():
+        enable_cpu()
+    if not dist.is_initialized():
+        _init_process_group()
+    _check_fits(layout, dist.get_world_size())
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+    )
+    if torch.cuda.is_available():
+        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+        model_parallel_cuda_manual_seed(0)
+
+
+def shutdown() -> None:
+    """Leaves Megatron's groups and the process group, where they exist."""
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def configure(provider: Any, layout: Layout) -> Any:
+    """Sets the layout on a provider of `AutoBridge.to_megatron_provider`, and on a CPU what a CPU needs.
+
+    A number of layers that the pipeline stages do not divide (Kimi K2.5 has 61) goes to the first stage.
+    Returns the finalized provider.
+    """
+    provider.tensor_model_parallel_size = layout.tp
+    provider.pipeline_model_parallel_size = layout.pp
+    provider.expert_model_parallel_size = layout.ep
+    provider.expert_tensor_parallel_size = layout.etp if layout.etp is not None else layout.tp
+    provider.virtual_pipeline_model_parallel_size = layout.vp
+    provider.sequence_parallel = False
+    provider.pipeline_dtype = provider.params_dtype
+    if provider.num_layers % (layout.pp * (layout.vp or 1)):
+        provider.num_layers_in_first_pipeline_stage = _layers_of_first_stage(provider.num_layers, layout)
+    if not torch.cuda.is_available():
+        provider.kimi_bridge_gpu_settings = {name: getattr(provider, name) for name in _ON_CPU}
+        for name, value in _ON_CPU.items():
+            setattr(provider, name, value)
+    provider.finalize()
+    return provider
+
+
+# What a CPU needs of a provider; a GPU trainer that later reads the saved settings needs the originals.
+_ON_CPU = {
+    "use_cpu_initialization": True,
+    "gradient_accumulation_fusion": False,
+    "moe_token_dispatcher_type": "allgather",
+    "moe_shared_expert_overlap": False,
+}
+
+
+@contextmanager
+def on_cpu_settings_undone(model: list[torch.nn.Module]) -> Iterator[None]:
+    """Gives the model's settings the values for a GPU while they are written into a checkpoint."""
+    provider = unwrap_model(model)[0].config
+    settings = getattr(provider, "kimi_bridge_gpu_settings", {})
+    for name, value in settings.items():
+        setattr(provider, name, value)
+    try:
+        yield
+    finally:
+        for name in settings:
+            setattr(provider, name, _ON_CPU[name])
+
+
+def build_model(provider: Any, layout: Layout) -> list[torch.nn.Module]:
+    """This rank's model chunks (one per virtual stage), built for `layout`, without DDP.
+
+    `initialize(layout)` must have been called. Weights are loaded if the provider was made with
+    `to_megatron_provider(load_weights=True)`.
+    """
+    configure(provider, layout)
+    return provider.provide_distributed_model(
+        wrap_with_ddp=False, use_cpu_initialization=not torch.cuda.is_available()
+    )
+
+
+@functools.cache
+def enable_cpu() -> None:
+    """Lets Megatron and Transformer Engine build, load, export and save models without CUDA.
+
+    Only for a process on a host without a GPU; nothing here makes Transformer Engine's kernels run.
+    Each line answers one question that the libraries ask CUDA while they build or save a model.
+    """
+    if torch.cuda.is_available():
+        raise KimiBridgeError("enable_cpu() is for hosts without a GPU; CUDA is available here.")
+    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+
+    # Megatron uses current_device() as the `device` of new tensors, and compares devices with it.
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
+    # Checkpoint saving stores the RNG state; without a GPU the CPU's is all there is.
+    torch.cuda.get_rng_state = lambda *_args, **_kwargs: torch.get_rng_state()
+    # Transformer Engine's constructors refuse to run without CUDA and need it for nothing else.
+    TransformerEngineBaseModule.__init__ = _as_if_cuda(TransformerEngineBaseModule.__init__)
+
+
+def _as_if_cuda(constructor: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(constructor)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        is_available = torch.cuda.is_available
+        torch.cuda.is_available = lambda: True
+        try:
+            constructor(*args, **kwargs)
+        finally:
+            torch.cuda.is_available = is_available
+
+    return wrapped
+
+
+def _init_process_group() -> None:
+    if "RANK" not in os.environ:
+        # One process, no torchrun: a store in memory needs no free port.
+        store = dist.HashStore()
+        dist.init_process_group(_backend(), store=store, rank=0, world_size=1)
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group(_backend())
+
+
+def _backend() -> str:
+    # Both, on GPUs: objects and CPU tensors go through gloo while weights go through NCCL.
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+
+def _check_fits(layout: Layout, world_size: int) -> None:
+    dense, expert = layout.tp * layout.pp, (layout.etp or layout.tp) * layout.ep * layout.pp
+    for name, ranks in (("TP x PP", dense), ("expert TP x EP x PP", expert)):
+        if world_size % ranks:
+            raise KimiBridgeError(
+                f"{layout} does not fit {world_size} process(es): {name} = {ranks} must divide their number."
+                f" Start torchrun with --nproc_per_node {max(dense, expert)}, or use a smaller layout."
+            )
+
+
+def _layers_of_first_stage(num_layers: int, layout: Layout) -> int:
+    """The size of the first stage that leaves equal ones and is nearest to them."""
+    if layout.vp is not None:
+        raise KimiBridgeError(
+            f"{num_layers} layers do not divide into {layout.pp} x {layout.vp} virtual stages:"
+            " leave --vp out, or set pipeline_model_parallel_layout on the provider yourself."
+        )
+    if num_layers < layout.pp:
+        raise KimiBridgeError(f"{num_layers} layers cannot fill {layout.pp} pipeline stages: use a smaller --pp.")
+    floor = num_layers // layout.pp
+    choices = [num_layers - per_stage * (layout.pp - 1) for per_stage in (floor, floor + 1)]
+    return min((first for first in choices if first > 0), key=lambda first: abs(first - floor))

@@ -1,0 +1,117 @@
+"""Which part of which checkpoint weight a Megatron parameter holds on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.bridge.models.conversion.param_mapping import GatedMLPMapping
+from megatron.core import parallel_state
+
+from kimi_bridge.checkpoint.reader import CheckpointReader
+from kimi_bridge.errors import CheckpointError, KimiBridgeError
+
+_VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
+_TP_DIM = {"column": 0, "row": 1, "replicated": None}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One checkpoint weight's part in one Megatron parameter.
+
+    `tensor` is the view of the parameter that holds it, `dim` the dimension along which the weight is
+    split over `size` ranks (None: every rank holds all of it), `rank` this rank's place among them.
+    """
+
+    weight: str
+    tensor: torch.Tensor
+    dim: int | None
+    rank: int
+    size: int
+    is_expert: bool
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        shape = list(self.tensor.shape)
+        if self.dim is not None:
+            shape[self.dim] *= self.size
+        return tuple(shape)
+
+    def ranges(self, shape: Sequence[int]) -> tuple[slice | None, slice | None]:
+        """Rows and columns of the weight of `shape` that this shard covers; None stands for all."""
+        if self.dim is None or self.size == 1:
+            return None, None
+        length = self.tensor.shape[self.dim]
+        start = min(self.rank * length, shape[self.dim])
+        span = slice(start, min(start + length, shape[self.dim]))
+        return (span, None) if self.dim == 0 else (None, span)
+
+    @property
+    def is_exported(self) -> bool:
+        """Whether this rank is the one that speaks for the shard: copies on other ranks stay silent."""
+        if self.dim is None and self.rank != 0:
+            return False
+        if self.is_expert:
+            return parallel_state.get_expert_data_parallel_rank() == 0
+        return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+
+
+def local_shards(tasks: Sequence[Any], reader: CheckpointReader) -> list[Shard]:
+    """The shards behind Megatron-Bridge's conversion tasks on this rank, checked against the checkpoint.
+
+    Raises:
+        CheckpointError: a weight of another shape than the parameter's.
+        KimiBridgeError: a parameter type that cannot be filled slice by slice, or an INT4 group that
+            tensor parallelism splits.
+    """
+    shards = [shard for task in tasks if task.megatron_module is not None for shard in _shards_of(task)]
+    for shard in shards:
+        _check(shard, reader)
+    return shards
+
+
+def is_vocabulary(weight: str) -> bool:
+    """Megatron may pad the rows of these to a multiple; the checkpoint never does."""
+    return weight.endswith(_VOCABULARY)
+
+
+def _shards_of(task: Any) -> list[Shard]:
+    mapping, param = task.mapping, _plain(task)
+    place = {"rank": mapping.tp_rank, "size": mapping.tp_size, "is_expert": mapping.is_expert}
+    if isinstance(mapping, GatedMLPMapping):
+        gate, up = param.chunk(2, dim=0)
+        return [
+            Shard(mapping.hf_param["gate"], gate, dim=0, **place),
+            Shard(mapping.hf_param["up"], up, dim=0, **place),
+        ]
+    dim = _TP_DIM[mapping._detect_parallelism_type(task.megatron_module)]
+    return [Shard(mapping.hf_param, param, dim=dim, **place)]
+
+
+def _plain(task: Any) -> torch.Tensor:
+    param = task.param_weight
+    data = param.data if isinstance(param, torch.nn.Parameter) else param
+    if type(data) is not torch.Tensor:
+        raise KimiBridgeError(
+            f"{task.param_name} is a {type(data).__name__}: FP8 parameters and Megatron-FSDP shards are not"
+            " supported; keep the weights in bf16 (fp8_param=False) under DDP."
+        )
+    return data
+
+
+def _check(shard: Shard, reader: CheckpointReader) -> None:
+    shape, full = reader.shape(shard.weight), shard.full_shape
+    fits = shape == full or (is_vocabulary(shard.weight) and shape[0] <= full[0] and shape[1:] == full[1:])
+    if not fits:
+        raise CheckpointError(
+            f"{shard.weight} is {list(shape)} in {reader.path}, the model wants {list(full)}: the checkpoint"
+            " and the model's configuration do not belong together."
+        )
+    quantization = reader.quantization
+    if reader.is_triplet(shard.weight) and quantization and shard.tensor.shape[1] % quantization.group_size:
+        raise KimiBridgeError(
+            f"{shard.weight}: {shard.size} tensor-parallel ranks split its groups of {quantization.group_size}"
+            f" columns ({shape[1]} / {shard.size}): use a smaller expert_tensor_parallel_size."
+        )

@@ -1,0 +1,87 @@
+#!/usr/bin/env bash
+# Makes .venv with everything this repository needs: pinned versions, no GPU required. Runs once; a
+# second call returns at once unless one of the files that define the environment has changed.
+#
+#   PYTHON=/path/to/python3.12   which interpreter to use (default: the first 3.12 found)
+#   KIMI_BRIDGE_WHEELS=DIR       a folder with a transformer_engine_torch wheel, if you have one
+set -euo pipefail
+cd "$(dirname "$0")/.."
+root=$PWD
+venv=$root/.venv
+cache=${XDG_CACHE_HOME:-$HOME/.cache}/kimi-bridge/wheels
+te_version=2.12.0
+
+fail() { printf 'setup: %s\n' "$1" >&2; exit 1; }
+say() { printf 'setup: %s\n' "$1"; }
+
+is_312() { [ -x "$(command -v "$1" 2>/dev/null)" ] && "$1" -c 'import sys, venv; sys.exit(sys.version_info[:2] != (3, 12))' >/dev/null 2>&1; }
+
+find_python() {
+  local candidate
+  for candidate in "${PYTHON:-}" python3.12 python3 python \
+    "$HOME"/.pyenv/versions/3.12*/bin/python "$HOME"/.local/share/uv/python/cpython-3.12*/bin/python3.12 \
+    /usr/local/bin/python3.12 /opt/python*/bin/python3.12; do
+    if [ -n "$candidate" ] && is_312 "$candidate"; then echo "$candidate"; return; fi
+  done
+  if command -v uv >/dev/null 2>&1 && candidate=$(uv python find 3.12 2>/dev/null) && is_312 "$candidate"; then
+    echo "$candidate"; return
+  fi
+  return 1
+}
+
+stamp=$(cat pyproject.toml scripts/setup.sh scripts/constraints.txt scripts/overrides.txt | sha256sum | cut -d' ' -f1)
+if [ "$(cat "$venv/.kimi-bridge-setup" 2>/dev/null)" = "$stamp" ]; then exit 0; fi
+
+python=$(find_python) || fail "Python 3.12 is needed and was not found: install it (megatron-bridge supports no other), or set PYTHON=/path/to/python3.12."
+[ "$(uname -s)" = Linux ] || fail "Megatron needs Linux; this is $(uname -s)."
+if ! is_312 "$venv/bin/python"; then
+  say "making .venv with $("$python" --version)"
+  "$python" -m venv --clear "$venv"
+fi
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check 'uv>=0.9'
+uv() { "$venv/bin/uv" "$@"; }
+
+# One Transformer Engine wheel: a folder the user names, one beside this clone, or one built before.
+find_te_wheel() {
+  local folder
+  for folder in "${KIMI_BRIDGE_WHEELS:-}" "$root/wheels" "$root"/../wheels "$root"/../*/wheels "$cache"; do
+    if [ -n "$folder" ] && compgen -G "$folder/transformer_engine_torch-$te_version-cp312-*_$(uname -m).whl" >/dev/null; then
+      (cd "$folder" && pwd); return
+    fi
+  done
+  return 1
+}
+
+find_nvcc() {
+  local candidate
+  for candidate in "${CUDA_HOME:+$CUDA_HOME/bin/nvcc}" nvcc /usr/local/cuda/bin/nvcc; do
+    if [ -n "$candidate" ] && command -v "$candidate" >/dev/null 2>&1; then command -v "$candidate"; return; fi
+  done
+  return 1
+}
+
+build_te_wheel() {
+  local nvcc site work
+  nvcc=$(find_nvcc) || fail "nvcc is needed to build Transformer Engine $te_version and was not found: install the CUDA 13 toolkit, or put a transformer_engine_torch wheel into wheels/."
+  say "no Transformer Engine wheel found: building one from source with $nvcc. This takes about ten minutes, once."
+  uv pip install --quiet --python "$venv" --constraint scripts/constraints.txt torch "transformer-engine-cu13==$te_version" \
+    setuptools wheel pybind11 ninja
+  site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  work=$(mktemp -d)
+  trap 'rm -rf "$work"' EXIT
+  CUDA_HOME=$(dirname "$(dirname "$(readlink -f "$nvcc")")") NVTE_FRAMEWORK=pytorch \
+    CPATH="$site/nvidia/cudnn/include:$site/nvidia/nccl/include:$site/nvidia/cu13/include${CPATH:+:$CPATH}" \
+    PATH="$venv/bin:$PATH" MAX_JOBS=${MAX_JOBS:-$(nproc)} \
+    "$venv/bin/python" -m pip wheel --quiet --no-build-isolation --no-deps --no-binary :all: \
+    --wheel-dir "$work" "transformer-engine-torch==$te_version" \
+    || fail "Transformer Engine did not build: the compiler's message stands above."
+  mkdir -p "$cache"
+  mv "$work"/*.whl "$cache/"
+}
+
+wheels=$(find_te_wheel) || { build_te_wheel; wheels=$cache; }
+say "installing the pinned packages into .venv (6 GB, one to five minutes)"
+uv pip install --quiet --compile-bytecode --python "$venv" --find-links "$wheels" \
+  --constraint scripts/constraints.txt --override scripts/overrides.txt --editable '.[megatron,dev]'
+echo "$stamp" > "$venv/.kimi-bridge-setup"
+say "done"

@@ -3,12 +3,11 @@ need Megatron."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -16,6 +15,11 @@ from rich.table import Table
 
 import kimi_bridge
 from kimi_bridge.errors import KimiBridgeError
+
+if TYPE_CHECKING:
+    from kimi_bridge.checkpoint import Inspection, Report
+
+_LINES_SHOWN = 10
 
 app = typer.Typer(
     name="kimi-bridge",
@@ -71,7 +75,7 @@ def main() -> None:
 
 def _version(value: bool) -> None:
     if value:
-        out.print(f"kimi-bridge {kimi_bridge.__version__}", highlight=False)
+        _print(f"kimi-bridge {kimi_bridge.__version__}")
         raise typer.Exit
 
 
@@ -128,7 +132,7 @@ def inspect(path: Annotated[str, typer.Argument(help="Folder or hub id.")], as_j
 
     inspection = inspect_checkpoint(resolve_checkpoint(path))
     if as_json:
-        print(json.dumps(inspection.to_json(), indent=2))
+        print(inspection.to_json())
     else:
         _print_inspection(inspection)
     if inspection.problems:
@@ -138,7 +142,9 @@ def inspect(path: Annotated[str, typer.Argument(help="Folder or hub id.")], as_j
 @app.command()
 def synthesize(
     dst: Annotated[Path, typer.Argument(help="The folder to make.")],
-    size: Annotated[Size, typer.Option(help="tiny: for a CPU, seconds. small: for a GPU and vLLM.")] = Size.tiny,
+    size: Annotated[
+        Size, typer.Option(help="tiny: for a CPU, seconds. small: for a GPU and vLLM.")
+    ] = Size.tiny,
     seed: Annotated[int, typer.Option(help="The same seed gives the same bytes.")] = 0,
     convention: Annotated[
         Convention, typer.Option(help="How the INT4 codes were made; mixed: groups that fit no convention.")
@@ -151,7 +157,7 @@ def synthesize(
     from kimi_bridge.checkpoint import synthesize_checkpoint
 
     synthesize_checkpoint(dst, size=size.value, seed=seed, convention=convention.value)
-    out.print(f"{dst}: written", highlight=False)
+    _print(f"{dst}: written")
 
 
 @app.command("import")
@@ -221,25 +227,62 @@ def verify(
     Example: kimi-bridge verify moonshotai/Kimi-K2.5 ./k25-out
     """
     from kimi_bridge.checkpoint import resolve_checkpoint, verify_checkpoints
+    from kimi_bridge.progress import progress
 
-    report = verify_checkpoints(resolve_checkpoint(a), resolve_checkpoint(b))
+    with progress("Comparing") as advance:
+        report = verify_checkpoints(resolve_checkpoint(a), resolve_checkpoint(b), progress=advance)
     if as_json:
-        print(json.dumps(report.to_json(), indent=2))
+        print(report.to_json())
     else:
-        print_report(report, out)
+        _print_report(report)
     if not report.identical:
         raise typer.Exit(1)
 
 
-def print_report(report: Any, console: Console) -> None:
-    """The table of a comparison, and the tensors that differ."""
-    console.print(report)
+def _print_report(report: Report) -> None:
+    table = Table("kind", "tensors", "identical", "bytes", "largest difference", "SQNR dB")
+    for row in report.rows:
+        noise = "" if row.sqnr_db is None else f"{row.sqnr_db:.1f}"
+        largest = f"{row.largest_difference:.3g}" if row.largest_difference else ""
+        table.add_row(row.kind, f"{row.count:,}", f"{row.identical:,}", f"{row.bytes:,}", largest, noise)
+    out.print(table)
+    for title, lines in (
+        ("different", [f"{d.name}: {d.reason}" for d in report.differences]),
+        (f"only in {report.a}", report.missing),
+        (f"only in {report.b}", report.extra),
+    ):
+        for line in lines[:_LINES_SHOWN]:
+            _print(f"{title}: {line}")
+        if len(lines) > _LINES_SHOWN:
+            _print(f"{title}: {len(lines) - _LINES_SHOWN} more (--json lists all)")
+    _print(f"config.json: {report.config}")
+    _print("identical" if report.identical else "DIFFERENT")
 
 
-def _print_inspection(inspection: Any) -> None:
-    out.print(inspection)
+def _print_inspection(inspection: Inspection) -> None:
+    for key, value in {**inspection.model, **inspection.quantization}.items():
+        _print(f"{key:>24}  {value}")
+    table = Table("kind", "tensors", "bytes")
+    for count in inspection.kinds:
+        table.add_row(count.kind, f"{count.tensors:,}", f"{count.bytes:,}")
+    table.add_row("all", f"{inspection.tensors:,}", f"{inspection.bytes:,}")
+    out.print(table)
+    seen = inspection.convention
+    _print(f"INT4 convention: {seen.verdict}")
+    if seen.groups:
+        _print(
+            f"  sample: {seen.groups:,} groups of {seen.weights} weights, {seen.zero_groups:,} more are all zero;"
+            f" {seen.kimi_share:.1%} come back from /7, {seen.rtn_share:.1%} from /7.5;"
+            f" {seen.minus_8_share:.1%} hold code -8, {seen.below_7_share:.1%} no code of 7"
+        )
+    for problem in inspection.problems:
+        err.print(f"problem: {problem}", style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+def _print(text: str) -> None:
+    out.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _say(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
-        out.print(text, highlight=False, soft_wrap=True)
+        _print(text)

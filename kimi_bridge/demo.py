@@ -39,7 +39,10 @@ def run_demo(folder: Path, console: Console) -> bool:
         action()
         seconds[title] = time.monotonic() - started
 
-    step("synthesize a checkpoint of the real structure", lambda: synthesize_checkpoint(source, convention="mixed"))
+    step(
+        "synthesize a checkpoint of the real structure",
+        lambda: synthesize_checkpoint(source, convention="mixed"),
+    )
     step(
         "import into Megatron, 2 processes, EP 2",
         lambda: _torchrun("import", "--hf-model", source, "--megatron-path", megatron, *_LAYOUT_IN),
@@ -54,13 +57,16 @@ def run_demo(folder: Path, console: Console) -> bool:
     report = verify_checkpoints(source, result)
     seconds["compare every tensor"] = time.monotonic() - started
 
-    table = Table("checked", "tensors", "bytes", "result", title="checkpoint -> Megatron (EP 2) -> Megatron (TP 2) -> checkpoint")
+    table = Table("checked", "tensors", "bytes", "seconds", "result")
     for row in report.rows:
-        table.add_row(row.kind, f"{row.count:,}", f"{row.nbytes:,}", "bit-identical" if row.identical == row.count else "DIFFERS")
+        result_word = "bit-identical" if row.identical == row.count else "DIFFERENT"
+        table.add_row(row.kind, f"{row.count:,}", f"{row.bytes:,}", f"{row.seconds:.2f}", result_word)
     console.print(table)
     for title, spent in seconds.items():
         console.print(f"{spent:6.1f} s  {title}", highlight=False)
-    verdict = "bit-identical" if report.identical else "DIFFERENT: run `kimi-bridge verify` on the two folders"
+    verdict = (
+        "bit-identical" if report.identical else "DIFFERENT: run `kimi-bridge verify` on the two folders"
+    )
     console.print(f"{source} and {result}: {verdict}", highlight=False, soft_wrap=True)
     return report.identical
 
@@ -77,4 +83,6 @@ def _torchrun(*arguments: str | Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.stderr.write(done.stdout + done.stderr)
-        raise KimiBridgeError(f"`{' '.join(command[1:])}` failed with exit code {done.returncode}; see above.")
+        raise KimiBridgeError(
+            f"`{' '.join(command[1:])}` failed with exit code {done.returncode}; see above."
+        )

@@ -83,9 +83,13 @@ def _gpu() -> Finding:
 
 
 def _nvcc() -> Finding:
-    path = shutil.which("nvcc") or shutil.which("nvcc", path=f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin")
+    path = shutil.which("nvcc") or shutil.which(
+        "nvcc", path=f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin"
+    )
     if path is None:
         return Finding("nvcc", None, False, False, "only for building Transformer Engine from source")
     done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
     lines = done.stdout.strip().splitlines()
-    return Finding("nvcc", lines[-1].split("/")[0].removeprefix("Build ") if lines else "?", True, False, path)
+    return Finding(
+        "nvcc", lines[-1].split("/")[0].removeprefix("Build ") if lines else "?", True, False, path
+    )

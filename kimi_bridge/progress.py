@@ -22,38 +22,37 @@ _SECONDS_BETWEEN_LINES = 30.0
 
 
 @contextmanager
-def progress(description: str, total: int, enabled: bool = True) -> Iterator[Callable[[int], None]]:
-    """Shows how many of `total` bytes are done, their rate and the time left, on stderr.
+def progress(description: str, enabled: bool = True) -> Iterator[Callable[[int, int], None]]:
+    """Shows how many bytes of how many are done, their rate and the time left, on stderr.
 
-    Only rank 0 of a distributed job shows anything. Yields the function to call with each number of bytes.
+    Only rank 0 of a distributed job shows anything. Yields the function to call with both numbers.
     """
     if not enabled or os.environ.get("RANK", "0") != "0":
-        yield lambda _count: None
+        yield lambda _done, _total: None
     elif sys.stderr.isatty():
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
         with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
-            task = bar.add_task(description, total=total)
-            yield lambda count: bar.advance(task, count)
+            task = bar.add_task(description, total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
     else:
-        yield _PlainLines(description, total)
+        yield _PlainLines(description)
 
 
 class _PlainLines:
-    def __init__(self, description: str, total: int):
-        self.description, self.total, self.done = description, total, 0
+    def __init__(self, description: str):
+        self.description = description
         self.started = self.last = time.monotonic()
 
-    def __call__(self, count: int) -> None:
-        self.done += count
+    def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
         if now - self.last < _SECONDS_BETWEEN_LINES:
             return
         self.last = now
-        rate = self.done / (now - self.started)
-        left = (self.total - self.done) / rate if rate else float("inf")
+        rate = done / (now - self.started)
+        left = (total - done) / rate / 60 if rate else float("inf")
         print(
-            f"{self.description}: {self.done / 1e9:.1f} of {self.total / 1e9:.1f} GB,"
-            f" {rate / 1e9:.2f} GB/s, {left / 60:.0f} min left",
+            f"{self.description}: {done / 1e9:.1f} of {total / 1e9:.1f} GB, {rate / 1e9:.2f} GB/s,"
+            f" {left:.0f} min left",
             file=sys.stderr,
             flush=True,
         )

@@ -2,17 +2,26 @@
 
 from kimi_bridge.checkpoint.config import KimiK25Config, read_quantization
 from kimi_bridge.checkpoint.files import copy_artifacts
+from kimi_bridge.checkpoint.inspect import Inspection, inspect_checkpoint
+from kimi_bridge.checkpoint.kinds import KINDS, tensor_kind
 from kimi_bridge.checkpoint.reader import CheckpointReader, resolve_checkpoint
 from kimi_bridge.checkpoint.synthesize import synthesize_checkpoint
+from kimi_bridge.checkpoint.verify import Report, verify_checkpoints
 from kimi_bridge.checkpoint.writer import CheckpointWriter, TensorSpec
 
 __all__ = [
+    "KINDS",
     "CheckpointReader",
     "CheckpointWriter",
+    "Inspection",
     "KimiK25Config",
+    "Report",
     "TensorSpec",
     "copy_artifacts",
+    "inspect_checkpoint",
     "read_quantization",
     "resolve_checkpoint",
     "synthesize_checkpoint",
+    "tensor_kind",
+    "verify_checkpoints",
 ]

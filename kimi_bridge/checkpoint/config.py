@@ -6,6 +6,8 @@ Importing this module registers `KimiK25Config` with transformers' AutoConfig.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from huggingface_hub.errors import StrictDataclassError
@@ -43,8 +45,8 @@ class KimiK25Config(PretrainedConfig):
         tie_word_embeddings: bool = False,
         **kwargs: Any,
     ) -> None:
-        text, vision = _as_dict(text_config), _as_dict(vision_config)
-        _check_architecture(text, kwargs.get("architectures"))
+        _check_architecture(kwargs.get("architectures"))
+        text, vision = _text_values(text_config), _as_dict(vision_config)
         source = {k: v for k, v in kwargs.items() if k not in _NOT_IN_THE_FILE and not k.startswith("_")}
         source |= {"tie_word_embeddings": tie_word_embeddings, "text_config": text}
         if vision is not None:
@@ -53,7 +55,8 @@ class KimiK25Config(PretrainedConfig):
         self.text_config = _deepseek_config(text)
         self.vision_config = copy.deepcopy(vision)
         self.tie_word_embeddings = tie_word_embeddings
-        super().__init__(**copy.deepcopy(kwargs))
+        with _plain_config_errors("config.json"):
+            super().__init__(**copy.deepcopy(kwargs))
 
     def to_dict(self) -> dict[str, Any]:
         """The content of config.json: as it was read, plus whatever was changed since."""
@@ -78,33 +81,43 @@ class KimiK25Config(PretrainedConfig):
         return {k: v for k, v in flat.items() if not k.startswith("_")}
 
 
-def _as_dict(config: dict[str, Any] | PretrainedConfig | None) -> dict[str, Any] | None:
+def _as_dict(config: Any) -> Any:
     return config.to_dict() if isinstance(config, PretrainedConfig) else config
 
 
-def _check_architecture(text: Any, architectures: Any) -> None:
+def _check_architecture(architectures: Any) -> None:
     if architectures and ARCHITECTURE not in architectures:
         raise CheckpointError(
             f"config.json names the architecture {', '.join(map(str, architectures))}: this library reads "
             f"{ARCHITECTURE} checkpoints only."
         )
+
+
+def _text_values(text_config: Any) -> dict[str, Any]:
+    text = _as_dict(text_config)
     if not isinstance(text, dict) or not text:
         raise CheckpointError(
             "config.json has no text_config: a Kimi K2.5 checkpoint keeps the language model's settings "
             "there; use the config.json that was published with the weights."
         )
+    return text
 
 
 def _deepseek_config(text: dict[str, Any]) -> DeepseekV3Config:
     """Builds the DeepseekV3Config under its own model_type; to_dict puts the file's model_type back."""
     values = {k: v for k, v in copy.deepcopy(text).items() if k != "model_type"}
-    try:
+    with _plain_config_errors("text_config in config.json"):
         return DeepseekV3Config(**values)
+
+
+@contextmanager
+def _plain_config_errors(where: str) -> Iterator[None]:
+    """Turns what transformers makes of a wrong value into one sentence."""
+    try:
+        yield
     except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError) as error:
         reason = " ".join(str(error).split())
-        raise CheckpointError(
-            f"text_config in config.json is not a DeepSeek-V3 config ({reason}): correct that value."
-        ) from error
+        raise CheckpointError(f"{where} has a value that cannot be ({reason}): correct it.") from error
 
 
 def _with_changes(source: dict[str, Any], now: dict[str, Any], fresh: dict[str, Any]) -> dict[str, Any]:

@@ -94,7 +94,10 @@ class CheckpointReader:
             ) from None
 
     def tensor(self, name: str) -> Tensor:
-        """A whole tensor: a view of the mapped file, whose bytes are read when they are used."""
+        """A whole tensor: a view of the mapped file, whose bytes are read when they are used.
+
+        Do not write to it: the file would stay as it is, but later reads by this reader would see it.
+        """
         info = self.info(name)
         try:
             tensor = self._open(info.filename).get_tensor(name)
@@ -153,8 +156,8 @@ class CheckpointReader:
         """The codes and scales of an INT4 weight, or of a slice of it.
 
         `columns` count weights, not int32 words, and must begin and end at a group.
-        Raises CheckpointError for a plain weight, a range that is not whole groups, a weight_shape that
-        disagrees, and scales that are NaN or Inf.
+        Raises CheckpointError for a plain weight, a range that is empty or not whole groups, a weight_shape
+        that disagrees, and scales that are NaN or Inf.
         """
         if not self.is_triplet(weight_name):
             raise CheckpointError(f"{weight_name} in {self.path} is plain, not INT4: read it with weight().")
@@ -168,6 +171,8 @@ class CheckpointReader:
             words = Slice(start // 8, stop // 8)
             groups = Slice(start * scale.shape[1] // shape[1], stop * scale.shape[1] // shape[1])
         codes, scales = self.slice(packed_name, rows, words), self.slice(scale_name, rows, groups)
+        if not codes.numel():
+            raise CheckpointError(f"An empty slice of {weight_name} was asked for: ask for rows and columns.")
         if not torch.isfinite(scales).all():
             raise CheckpointError(
                 f"{scale_name} ({scale.filename}) holds NaN or Inf: the file is damaged; download it again."
@@ -190,7 +195,7 @@ class CheckpointReader:
 
     def check(self) -> None:
         """Checks all that costs no reading of weights: index, headers, sizes, config, triplets."""
-        for look in (lambda: self.config, lambda: self.quantization, lambda: self._weights):
+        for look in (lambda: self.config, lambda: self._weights):
             try:
                 look()
             except CheckpointError as error:
@@ -211,7 +216,13 @@ class CheckpointReader:
 
     @cached_property
     def _weights(self) -> dict[str, bool]:
-        return group_weights(self._table, self.quantization, self._problem)
+        try:
+            quantization = self.quantization
+        except CheckpointError as error:
+            self._problem(str(error))
+            # Without a config no triplet can be right or wrong: the names are all there is to know.
+            return group_weights(self._table, None, lambda fault: None)
+        return group_weights(self._table, quantization, self._problem)
 
     def _problem(self, fault: str) -> None:
         if not self._tolerate:

@@ -228,7 +228,7 @@ def _both(module: str, shape: tuple[int, ...]) -> _Named:
 
 
 def _quantization_config() -> dict[str, Any]:
-    weights = {
+    weights: dict[str, Any] = {
         "actorder": None,
         "block_structure": None,
         "dynamic": False,

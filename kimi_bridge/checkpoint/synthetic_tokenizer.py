@@ -71,7 +71,7 @@ def save_tokenizer(folder: Path, vocab_size: int) -> None:
     Every id below `vocab_size` is a token: 256 bytes, pairs of bytes, and 256 special tokens at the end.
     Raises CheckpointError for a vocabulary too small for that, or too large for pairs.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers  # type: ignore
 
     pairs = vocab_size - SPECIAL_TOKENS - BYTE_TOKENS
     if not 0 <= pairs <= BYTE_TOKENS**2:

@@ -81,7 +81,7 @@ def _triplet_fault(
             "use the config.json that belongs to these weights."
         )
     packed, scale, shape = there
-    if packed.dtype != torch.int32 or len(packed.shape) != 2:
+    if packed.dtype != torch.int32 or len(packed.shape) != 2 or not packed.nbytes:
         return _wrong(packed, "int32 [out, in/8]")
     rows, columns = packed.shape[0], packed.shape[1] * CODES_PER_WORD
     groups, rest = divmod(columns, quantization.group_size)

@@ -74,15 +74,15 @@ class CheckpointWriter:
     ) -> None:
         self.dst = Path(dst)
         self._overwrite = overwrite
-        self._specs = {spec.name: TensorSpec(*spec) for spec in specs}
+        specs = [TensorSpec(*spec) for spec in specs]
+        self._specs = {spec.name: spec for spec in specs}
         self._missing = dict.fromkeys(self._specs)
         self._claimed: set[str] = set()
         self._lock = threading.Lock()
         self._finished = False
         self._moved: list[Path] = []
         _check_specs(specs)
-        plan = _plan(self._specs, max_shard_size)
-        self.filename_to_tensors = plan
+        plan = self.filename_to_tensors = plan_shards(specs, max_shard_size)
         self.weight_map = {name: filename for filename, names in plan.items() for name in names}
         self._refuse_old_weights()
         self._shards: dict[str, _Shard] = {}
@@ -110,10 +110,13 @@ class CheckpointWriter:
         with plain_disk_errors(shard.path):
             _write_at(self._descriptor(shard), memoryview(data), self._offsets[name])
             with self._lock:
-                del self._missing[name]
                 shard.missing -= 1
-                if shard.missing == 0:
-                    _seal(shard)
+                complete = shard.missing == 0
+            if complete:
+                # Outside the lock: it waits for the disk, and others may go on with other shards.
+                _seal(shard)
+            with self._lock:
+                del self._missing[name]
 
     def finish(self) -> None:
         """Moves the complete shards into place, the index last.
@@ -170,8 +173,7 @@ class CheckpointWriter:
         """Creates every shard at its final size, with its header."""
         needed = 0
         for filename, names in self.filename_to_tensors.items():
-            specs = sorted((self._specs[name] for name in names), key=lambda spec: -spec.dtype.itemsize)
-            header, offsets, size = _header(specs)
+            header, offsets, size = shard_header([self._specs[name] for name in names])
             self._offsets.update(offsets)
             self._shards[filename] = _Shard(filename, folder / filename, header, size, len(names))
             needed += size
@@ -244,10 +246,14 @@ def _check_specs(specs: Sequence[TensorSpec]) -> None:
             raise CheckpointError(f"{name} has dtype {dtype}, which safetensors cannot hold: convert it.")
 
 
-def _plan(specs: dict[str, TensorSpec], max_shard_size: int | str) -> dict[str, list[str]]:
+def plan_shards(specs: Sequence[TensorSpec], max_shard_size: int | str = "5GB") -> dict[str, list[str]]:
+    """File names, and the tensors of each in order: full shards in the order of `specs`.
+
+    Raises CheckpointError for a max_shard_size that is no size.
+    """
     try:
         split = split_state_dict_into_shards_factory(
-            specs,
+            {spec.name: spec for spec in specs},
             get_storage_size=lambda spec: spec.nbytes,
             filename_pattern="model{suffix}.safetensors",
             max_shard_size=max_shard_size,
@@ -257,12 +263,15 @@ def _plan(specs: dict[str, TensorSpec], max_shard_size: int | str) -> dict[str, 
     return split.filename_to_tensors
 
 
-def _header(specs: list[TensorSpec]) -> tuple[bytes, dict[str, int], int]:
-    """The safetensors header of a file, the offset of each tensor in it, and the size of the file."""
+def shard_header(specs: list[TensorSpec]) -> tuple[bytes, dict[str, int], int]:
+    """The safetensors header of a file, the offset of each tensor in it, and the size of the file.
+
+    Tensors with larger elements come first, which keeps all of them aligned.
+    """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begins: dict[str, int] = {}
     end = 0
-    for spec in specs:
+    for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):
         begins[spec.name], end = end, end + spec.nbytes
         entries[spec.name] = {
             "dtype": DTYPE_NAMES[spec.dtype],

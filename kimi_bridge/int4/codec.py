@@ -46,7 +46,7 @@ class Int4Weight:
         groups = self.scale.shape[1]
         if self.scale.shape[0] != rows or columns % (groups * CODES_PER_WORD):
             raise Int4Error(
-                f"scale is {tuple(self.scale.shape)} for a weight of {self.shape}: pass one per row and group, "
+                f"scale is {tuple(self.scale.shape)} for a weight {self.shape}: pass one per row and group, "
                 f"with groups of one size, a multiple of {CODES_PER_WORD}."
             )
         _check_device("scale", self.scale, "packed", self.packed)

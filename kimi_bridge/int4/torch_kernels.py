@@ -1,4 +1,4 @@
-"""The INT4 arithmetic in plain PyTorch, for any device: blocks of rows in buffers that stay in the cache.
+"""The INT4 arithmetic in plain PyTorch, for any device, in blocks of rows that stay in the cache.
 
 Callers (`codec`) have checked shapes and dtypes and hand in the outputs. A back end for one device is a
 module with these six functions.
@@ -9,19 +9,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kimi_bridge.int4.scheme import Int4Scheme
+from kimi_bridge.int4.scheme import CODES_PER_WORD, Int4Scheme
 
 # Adding 2^mantissa_bits rounds a float half to even to an integer and leaves that integer in the low
-# bits. With 8 more, the low byte is the nibble `code + 8`. The sum is exact or far from a tie in float32,
-# where PyTorch adds 16-bit floats, so rounding it again to 16 bits cannot go wrong.
+# bits. With 8 more, the low byte is the nibble `code + 8`. PyTorch adds 16-bit floats in float32, where
+# the sum is exact or far from a tie, so that rounding it to 16 bits cannot go wrong.
 _NIBBLE_OFFSET = {torch.bfloat16: 2.0**7 + 8, torch.float16: 2.0**10 + 8, torch.float32: 2.0**23 + 8}
 _BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
-_PAIR = {
-    torch.int8: torch.int16,
-    torch.bfloat16: torch.int32,
-    torch.float16: torch.int32,
-    torch.float32: torch.int64,
-}
 _BLOCK_ELEMENTS = {"cpu": 2**19}
 _BLOCK_ELEMENTS_ELSEWHERE = 2**27
 
@@ -34,26 +28,24 @@ def pack(codes: Tensor, packed: Tensor) -> None:
 
 def unpack(packed: Tensor, codes: Tensor) -> None:
     """Write the codes in int32 `[out, in/8]` into int8 `[out, in]`."""
-    table = _pair_table(torch.int8, codes.device)
     for rows in _row_blocks(codes):
-        codes[rows] = _look_up(packed[rows], table).view(torch.int8)
+        codes[rows] = _codes(packed[rows])
 
 
 def dequantize(packed: Tensor, scale: Tensor, out: Tensor) -> None:
     """Write `code * scale` into `out` `[out, in]`."""
-    # A product of 16-bit floats is computed in float32 and rounded once, so the native product will do
-    # where the dtypes agree.
+    # PyTorch multiplies 16-bit floats in float32 and rounds once, so the native product is the one asked
+    # for where the dtypes agree.
     dtype = out.dtype if out.dtype == scale.dtype else torch.float32
-    table = _pair_table(dtype, out.device)
     for rows in _row_blocks(out):
-        codes = _look_up(packed[rows], table).view(dtype)
-        _multiply(codes, scale[rows].to(dtype), out[rows])
+        _multiply(_codes(packed[rows]).to(dtype), scale[rows].to(dtype), out[rows])
 
 
 def quantize(weight: Tensor, scheme: Int4Scheme, packed: Tensor, scale: Tensor) -> None:
     """Write codes and scales of `weight`; a group with NaN or Inf gets a scale of NaN or Inf."""
+    scratch = _scratch(weight)
     for rows in _row_blocks(weight):
-        biased = _biased_codes(weight[rows], scheme, scale[rows])
+        biased = _biased_codes(weight[rows], scheme, scale[rows], scratch)
         _pack_nibbles(biased.view(_BITS[weight.dtype]).to(torch.uint8), packed[rows])
 
 
@@ -66,50 +58,52 @@ def requantize(
     scale: Tensor,
 ) -> None:
     """Write the reference's codes and scale for groups equal to it, those of `quantize` for the others."""
-    table = _pair_table(weight.dtype, weight.device)
+    scratch = _scratch(weight)
     for rows in _row_blocks(weight):
         packed[rows], scale[rows] = reference_packed[rows], reference_scale[rows]
-        # Inf - Inf is NaN, so a group that is not finite never counts as kept.
-        difference = _look_up(reference_packed[rows], table).view(weight.dtype)
+        difference = _codes(reference_packed[rows]).to(weight.dtype)
         _multiply(difference, reference_scale[rows], difference)
+        # Zero for equal numbers alone: denormals are not flushed, and Inf - Inf is NaN.
         torch.sub(weight[rows], difference, out=difference)
-        kept = _group_amax(difference, scheme.group_size) == 0
+        kept = _group_amax(difference, scheme.group_size, scratch) == 0
         if kept.all():
             continue
         fresh_packed, fresh_scale = torch.empty_like(packed[rows]), torch.empty_like(scale[rows])
         quantize(weight[rows], scheme, fresh_packed, fresh_scale)
-        changed = ~kept
-        torch.where(changed, fresh_scale, scale[rows], out=scale[rows])
-        changed_words = changed.repeat_interleave(scheme.group_size // 8, dim=1)
-        torch.where(changed_words, fresh_packed, packed[rows], out=packed[rows])
+        kept_words = kept.repeat_interleave(scheme.group_size // CODES_PER_WORD, dim=1)
+        packed[rows] = packed[rows].where(kept_words, fresh_packed)
+        scale[rows] = scale[rows].where(kept, fresh_scale)
 
 
 def fake_quantize(weight: Tensor, scheme: Int4Scheme, scale: Tensor, out: Tensor) -> None:
-    """Write `scale` as `quantize` does and the values of `dequantize(quantize(weight))` into `out`."""
+    """Write `scale` as `quantize` does, and the values of `dequantize(quantize(weight))` into `out`."""
+    scratch = _scratch(weight)
     for rows in _row_blocks(weight):
-        codes = _biased_codes(weight[rows], scheme, scale[rows])
-        codes.sub_(_NIBBLE_OFFSET[weight.dtype])
+        codes = _biased_codes(weight[rows], scheme, scale[rows], scratch).sub_(_NIBBLE_OFFSET[weight.dtype])
         _multiply(codes, scale[rows], out[rows])
 
 
 def _row_blocks(matrix: Tensor) -> Iterator[slice]:
-    rows, columns = matrix.shape
-    step = max(1, _BLOCK_ELEMENTS.get(matrix.device.type, _BLOCK_ELEMENTS_ELSEWHERE) // columns)
+    rows, step = matrix.shape[0], _block_rows(matrix)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 
 
-def _pair_table(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The two codes in each of the 256 bytes, as one integer as wide as two `dtype`s."""
-    byte = torch.arange(256, device=device)
-    codes = torch.stack(((byte & 15) - 8, (byte >> 4) - 8), dim=1)
-    return codes.to(dtype).view(_PAIR[dtype]).flatten()
+def _scratch(matrix: Tensor) -> Tensor:
+    """Room for one block: with new memory in each, half of the time would go into page faults."""
+    return matrix.new_empty(_block_rows(matrix), matrix.shape[1])
 
 
-def _look_up(packed: Tensor, table: Tensor) -> Tensor:
-    """Pairs `[out, in/2]` for the bytes of int32 `[out, in/8]`."""
-    index = packed.contiguous().view(torch.uint8).to(torch.int32)
-    return table.index_select(0, index.view(-1)).view(index.shape)
+def _block_rows(matrix: Tensor) -> int:
+    elements = _BLOCK_ELEMENTS.get(matrix.device.type, _BLOCK_ELEMENTS_ELSEWHERE)
+    return min(matrix.shape[0], max(1, elements // matrix.shape[1]))
+
+
+def _codes(packed: Tensor) -> Tensor:
+    """int8 `[out, in]` from int32 `[out, in/8]`."""
+    # The two nibbles of a byte, one to each byte of an int16.
+    pairs = packed.contiguous().view(torch.uint8).to(torch.int16)
+    return pairs.bitwise_or_(pairs << 4).bitwise_and_(0x0F0F).view(torch.int8).sub_(8)
 
 
 def _multiply(codes: Tensor, scale: Tensor, out: Tensor) -> None:
@@ -117,22 +111,26 @@ def _multiply(codes: Tensor, scale: Tensor, out: Tensor) -> None:
     torch.mul(codes.unflatten(1, groups), scale.unsqueeze(-1), out=out.unflatten(1, groups))
 
 
-def _biased_codes(weight: Tensor, scheme: Int4Scheme, scale: Tensor) -> Tensor:
-    """`code + _NIBBLE_OFFSET` in weight's dtype, and write the scales."""
-    # A tensor on the device: CUDA multiplies by the reciprocal of a Python number, which may differ.
+def _biased_codes(weight: Tensor, scheme: Int4Scheme, scale: Tensor, scratch: Tensor) -> Tensor:
+    """Write the scales, and return `code + _NIBBLE_OFFSET` in weight's dtype, in `scratch`."""
+    amax = _group_amax(weight, scheme.group_size, scratch)
+    # A tensor on the device: CUDA would multiply by the reciprocal of a Python number, another rounding.
     divisor = torch.full((), scheme.scale_divisor, dtype=torch.float32, device=weight.device)
-    scale.copy_(_group_amax(weight, scheme.group_size).float() / divisor)
-    # Where the scale is zero every weight is below 8 denormal steps, and dividing by 1 rounds it to 0.
+    scale.copy_(amax.float() / divisor)
+    # Where the scale is zero, every weight is a few denormal steps, and dividing by 1 rounds it to code 0.
     safe = scale.masked_fill(scale == 0, 1.0)
-    quotient = weight.unflatten(1, (-1, scheme.group_size)) / safe.unsqueeze(-1)
-    return quotient.clamp_(scheme.q_min, scheme.q_max).add_(_NIBBLE_OFFSET[weight.dtype]).flatten(1)
+    codes = scratch[: weight.shape[0]]
+    quotient = codes.unflatten(1, (-1, scheme.group_size))
+    torch.div(weight.unflatten(1, (-1, scheme.group_size)), safe.unsqueeze(-1), out=quotient)
+    return codes.clamp_(scheme.q_min, scheme.q_max).add_(_NIBBLE_OFFSET[weight.dtype])
 
 
-def _group_amax(weight: Tensor, group_size: int) -> Tensor:
-    """Largest magnitude per group, exact; NaN wins over Inf, Inf over numbers."""
-    # Magnitudes order like their bit patterns, and integers reduce four times faster.
+def _group_amax(weight: Tensor, group_size: int, scratch: Tensor) -> Tensor:
+    """Largest magnitude per group, exact: `[out, in/group_size]`. NaN wins over Inf, Inf over numbers."""
+    # Magnitudes are ordered as their bit patterns are, and integers reduce four times faster.
     bits = weight.view(_BITS[weight.dtype])
-    magnitude = bits & torch.iinfo(bits.dtype).max
+    magnitude = scratch[: weight.shape[0]].view(bits.dtype)
+    torch.bitwise_and(bits, torch.iinfo(bits.dtype).max, out=magnitude)
     return magnitude.unflatten(1, (-1, group_size)).amax(-1).view(weight.dtype)
 
 

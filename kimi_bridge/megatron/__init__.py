@@ -1,11 +1,10 @@
 """The Megatron side. Importing this package registers `KimiK25TextBridge` with Megatron-Bridge.
 
-    import kimi_bridge.megatron
-    bridge = AutoBridge.from_hf_pretrained("moonshotai/Kimi-K2.5")
+import kimi_bridge.megatron
+bridge = AutoBridge.from_hf_pretrained("moonshotai/Kimi-K2.5")
 """
 
 from kimi_bridge.megatron.bridge import KimiK25TextBridge, assert_registered, ensure_text_only, register
-from kimi_bridge.errors import KimiBridgeError
 from kimi_bridge.megatron.transfer import export_checkpoint, iter_int4_weights, load_checkpoint
 
 register()

@@ -23,20 +23,22 @@ from megatron.bridge.models.conversion.model_bridge import (
 from megatron.bridge.models.deepseek.common import get_common_mapping_list
 from megatron.bridge.models.deepseek.deepseek_v3_bridge import DeepSeekV3Bridge
 from megatron.bridge.models.mla_provider import MLAModelProvider
+from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
 from megatron.core.models.gpt.gpt_model import GPTModel
 from transformers.configuration_utils import PretrainedConfig
 
 from kimi_bridge.errors import CheckpointError, KimiBridgeError
 from kimi_bridge.megatron import transfer
 from kimi_bridge.megatron.pretrained import KimiStateSource, install_source, use_pretrained_class
+from kimi_bridge.megatron.spec import direct_query_block_spec
 
 ARCHITECTURE = "KimiK25ForConditionalGeneration"
 TEXT_PREFIX = "language_model."
 _VISION = ("vision_tower", "mm_projector")
 _TEXT_ONLY = (
     "Kimi K2.5-family checkpoints train text-only: the vision tower stays frozen in the inference engine."
-    " Set language_model_only=True where you build the model (in SkyRL trainer.policy.language_model_only=true"
-    " and generator.inference_engine.language_model_only=true)."
+    " Set language_model_only=True where you build the model (in SkyRL: trainer.policy.language_model_only=true"
+    " generator.inference_engine.language_model_only=true)."
 )
 
 
@@ -50,12 +52,12 @@ class KimiK25TextBridge(DeepSeekV3Bridge):
 
     def provider_bridge(self, hf_pretrained: Any) -> MLAModelProvider:
         """The provider that `text_config` implies. Vision settings are not read."""
-        if isinstance(getattr(hf_pretrained, "model_name_or_path", None), str):
-            install_source(hf_pretrained)
         config = hf_pretrained.config
         provider = super().provider_bridge(SimpleNamespace(config=config.text_config))
         # The unified checkpoint states tying on the top level; text_config only repeats a default.
         provider.share_embeddings_and_output_weights = bool(config.tie_word_embeddings)
+        if provider.q_lora_rank is None:
+            provider.transformer_layer_spec = direct_query_block_spec
         return provider
 
     def mapping_registry(self) -> MegatronMappingRegistry:
@@ -178,6 +180,8 @@ def register() -> None:
         source=ARCHITECTURE, target=GPTModel, provider=MLAModelProvider, model_type="kimi_k25"
     )(KimiK25TextBridge)
     use_pretrained_class()
+    # A Megatron checkpoint names the layer spec's function, and loading one checks whose it is.
+    register_allowed_target_prefix("kimi_bridge.")
 
 
 def assert_registered() -> None:
@@ -189,8 +193,8 @@ def assert_registered() -> None:
     bridge = get_model_bridge(ARCHITECTURE)
     if type(bridge) is not KimiK25TextBridge:
         raise KimiBridgeError(
-            f"{ARCHITECTURE} is handled by {type(bridge).__module__}.{type(bridge).__qualname__}, registered after"
-            " kimi_bridge.megatron: call kimi_bridge.megatron.register() after the import that registers it."
+            f"{ARCHITECTURE} is handled by {type(bridge).__module__}.{type(bridge).__qualname__}, registered"
+            " after kimi_bridge.megatron: call kimi_bridge.megatron.register() once more."
         )
 
 
@@ -234,8 +238,8 @@ def _check_coverage(bridge: KimiK25TextBridge, models: list[Any], source: KimiSt
             expected.update((each, name) for each in _all_experts(weight, num_experts))
     if unmapped:
         raise CheckpointError(
-            f"{_some(unmapped)}: no mapping to a checkpoint weight. The model has parameters that Kimi K2.5 does"
-            " not (a bias, another layer type?): build it from AutoBridge.to_megatron_provider() unchanged."
+            f"{_some(unmapped)}: no mapping to a checkpoint weight. The model has parameters that Kimi K2.5"
+            " does not (a bias, another layer type?): build it from to_megatron_provider() unchanged."
         )
     if source is not None:
         _check_names(source, expected, tied=config.share_embeddings_and_output_weights)
@@ -277,5 +281,3 @@ def _all_experts(weight: str, num_experts: int) -> list[str]:
 def _some(names: Sequence[str], limit: int = 3) -> str:
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
-
-

@@ -7,7 +7,7 @@ all of the same length, so the number of collectives is (bytes / bucket), and no
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ class Piece:
 
 def exchange(
     pieces: list[Piece], tensors: Iterable[torch.Tensor], bucket_bytes: int, receiver: int | None
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Generator[tuple[str, torch.Tensor]]:
     """Sends this rank's tensors and yields the assembled ones. All ranks must run it to its end.
 
     Args:

@@ -13,7 +13,7 @@ from megatron.bridge import AutoBridge
 
 from kimi_bridge.errors import KimiBridgeError
 from kimi_bridge.megatron.collective import raise_together, rank
-from kimi_bridge.megatron.runtime import Layout, build_model, initialize, on_cpu_settings_undone
+from kimi_bridge.megatron.runtime import Layout, build_model, initialize
 from kimi_bridge.megatron.transfer import export_checkpoint
 
 
@@ -60,8 +60,7 @@ def save_megatron(bridge: AutoBridge, model: list[torch.nn.Module], path: Path) 
     The tokenizer is not stored (loading it would run the checkpoint's code): trainers read it from
     the Hugging Face folder, whose name the checkpoint keeps.
     """
-    with on_cpu_settings_undone(model):
-        bridge.save_megatron_model(model, path)
+    bridge.save_megatron_model(model, path)
 
 
 def load_megatron(model: list[torch.nn.Module], path: Path) -> None:
@@ -87,7 +86,9 @@ def latest_iteration(path: Path) -> Path:
         return path
     iterations = [folder for folder in path.glob("iter_*") if (folder / "metadata.json").is_file()]
     if not iterations:
-        raise KimiBridgeError(f"{path} holds no Megatron checkpoint (no iter_*/metadata.json): check --megatron-path.")
+        raise KimiBridgeError(
+            f"{path} holds no Megatron checkpoint (no iter_*/metadata.json): check --megatron-path."
+        )
     return max(iterations, key=lambda folder: int(folder.name.removeprefix("iter_")))
 
 
@@ -102,7 +103,9 @@ def _atomic_folder(path: Path, overwrite: bool) -> Iterator[Path]:
     staging = path.parent / f".{path.name}.incomplete"
     with raise_together():
         if path.exists() and not overwrite and (not path.is_dir() or any(path.iterdir())):
-            raise KimiBridgeError(f"{path} already exists: choose another --megatron-path, or pass --overwrite.")
+            raise KimiBridgeError(
+                f"{path} already exists: choose another --megatron-path, or pass --overwrite."
+            )
         if rank() == 0:
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
@@ -117,4 +120,3 @@ def _atomic_folder(path: Path, overwrite: bool) -> Iterator[Path]:
     finally:
         if rank() == 0:
             shutil.rmtree(staging, ignore_errors=True)
-

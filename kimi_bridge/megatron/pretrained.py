@@ -65,11 +65,18 @@ class KimiStateSource(SafeTensorsStateSource):
         return {name: self.reader.weight(name) for name in keys_to_load}
 
     def save_generator(
-        self, generator: Any, output_path: str | Path, *_args: Any, distributed_save: bool = False, **_kwargs: Any
+        self,
+        generator: Any,
+        output_path: str | Path,
+        *_args: Any,
+        distributed_save: bool = False,
+        **_kwargs: Any,
     ) -> None:
         """Writes a `WeightStream` as a folder that serves. All ranks call it; rank 0 writes."""
         if distributed_save:
-            raise KimiBridgeError("distributed_save is not supported: leave it False, rank 0 streams the shards.")
+            raise KimiBridgeError(
+                "distributed_save is not supported: leave it False, rank 0 streams the shards."
+            )
         if not isinstance(generator, transfer.WeightStream):
             raise KimiBridgeError(
                 "this model's weights were filtered or quantized by another tool before saving:"

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.bridge.models.conversion.utils import unwrap_model
+from megatron.bridge.models.model_provider import ModelProviderMixin
 from megatron.core import parallel_state
 
 from kimi_bridge.errors import KimiBridgeError
@@ -78,7 +77,7 @@ def shutdown() -> None:
 
 
 def configure(provider: Any, layout: Layout) -> Any:
-    """Sets the layout on a provider of `AutoBridge.to_megatron_provider`, and on a CPU what a CPU needs.
+    """Sets the layout on a provider of `AutoBridge.to_megatron_provider`.
 
     A number of layers that the pipeline stages do not divide (Kimi K2.5 has 61) goes to the first stage.
     Returns the finalized provider.
@@ -92,35 +91,8 @@ def configure(provider: Any, layout: Layout) -> Any:
     provider.pipeline_dtype = provider.params_dtype
     if provider.num_layers % (layout.pp * (layout.vp or 1)):
         provider.num_layers_in_first_pipeline_stage = _layers_of_first_stage(provider.num_layers, layout)
-    if not torch.cuda.is_available():
-        provider.kimi_bridge_gpu_settings = {name: getattr(provider, name) for name in _ON_CPU}
-        for name, value in _ON_CPU.items():
-            setattr(provider, name, value)
     provider.finalize()
     return provider
-
-
-# What a CPU needs of a provider; a GPU trainer that later reads the saved settings needs the originals.
-_ON_CPU = {
-    "use_cpu_initialization": True,
-    "gradient_accumulation_fusion": False,
-    "moe_token_dispatcher_type": "allgather",
-    "moe_shared_expert_overlap": False,
-}
-
-
-@contextmanager
-def on_cpu_settings_undone(model: list[torch.nn.Module]) -> Iterator[None]:
-    """Gives the model's settings the values for a GPU while they are written into a checkpoint."""
-    provider = unwrap_model(model)[0].config
-    settings = getattr(provider, "kimi_bridge_gpu_settings", {})
-    for name, value in settings.items():
-        setattr(provider, name, value)
-    try:
-        yield
-    finally:
-        for name in settings:
-            setattr(provider, name, _ON_CPU[name])
 
 
 def build_model(provider: Any, layout: Layout) -> list[torch.nn.Module]:
@@ -129,10 +101,7 @@ def build_model(provider: Any, layout: Layout) -> list[torch.nn.Module]:
     `initialize(layout)` must have been called. Weights are loaded if the provider was made with
     `to_megatron_provider(load_weights=True)`.
     """
-    configure(provider, layout)
-    return provider.provide_distributed_model(
-        wrap_with_ddp=False, use_cpu_initialization=not torch.cuda.is_available()
-    )
+    return configure(provider, layout).provide_distributed_model(wrap_with_ddp=False)
 
 
 @functools.cache
@@ -148,10 +117,39 @@ def enable_cpu() -> None:
 
     # Megatron uses current_device() as the `device` of new tensors, and compares devices with it.
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
-    # Checkpoint saving stores the RNG state; without a GPU the CPU's is all there is.
+    # Saving a checkpoint stores the RNG state and waits for copies; the CPU's state is all there is.
     torch.cuda.get_rng_state = lambda *_args, **_kwargs: torch.get_rng_state()
+    torch.cuda.synchronize = lambda *_args, **_kwargs: None
     # Transformer Engine's constructors refuse to run without CUDA and need it for nothing else.
     TransformerEngineBaseModule.__init__ = _as_if_cuda(TransformerEngineBaseModule.__init__)
+    ModelProviderMixin.provide_distributed_model = _with_cpu_settings(  # type: ignore[method-assign]
+        ModelProviderMixin.provide_distributed_model
+    )
+
+
+# Settings under which a model can be built on a CPU. They hold while it is built and are then put back,
+# so that a checkpoint saved here tells a trainer nothing of the CPU.
+_ON_CPU = {
+    "use_cpu_initialization": True,
+    "gradient_accumulation_fusion": False,
+    "moe_token_dispatcher_type": "allgather",
+    "moe_shared_expert_overlap": False,
+}
+
+
+def _with_cpu_settings(build: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(build)
+    def wrapped(provider: Any, *args: Any, **kwargs: Any) -> Any:
+        originals = {name: getattr(provider, name) for name in _ON_CPU}
+        for name, value in _ON_CPU.items():
+            setattr(provider, name, value)
+        try:
+            return build(provider, *args, **{**kwargs, "use_cpu_initialization": True})
+        finally:
+            for name, value in originals.items():
+                setattr(provider, name, value)
+
+    return wrapped
 
 
 def _as_if_cuda(constructor: Callable[..., None]) -> Callable[..., None]:
@@ -201,7 +199,9 @@ def _layers_of_first_stage(num_layers: int, layout: Layout) -> int:
             " leave --vp out, or set pipeline_model_parallel_layout on the provider yourself."
         )
     if num_layers < layout.pp:
-        raise KimiBridgeError(f"{num_layers} layers cannot fill {layout.pp} pipeline stages: use a smaller --pp.")
+        raise KimiBridgeError(
+            f"{num_layers} layers cannot fill {layout.pp} pipeline stages: use a smaller --pp."
+        )
     floor = num_layers // layout.pp
     choices = [num_layers - per_stage * (layout.pp - 1) for per_stage in (floor, floor + 1)]
     return min((first for first in choices if first > 0), key=lambda first: abs(first - floor))

@@ -112,6 +112,7 @@ def _check(shard: Shard, reader: CheckpointReader) -> None:
     quantization = reader.quantization
     if reader.is_triplet(shard.weight) and quantization and shard.tensor.shape[1] % quantization.group_size:
         raise KimiBridgeError(
-            f"{shard.weight}: {shard.size} tensor-parallel ranks split its groups of {quantization.group_size}"
-            f" columns ({shape[1]} / {shard.size}): use a smaller expert_tensor_parallel_size."
+            f"{shard.weight}: {shard.size} tensor-parallel ranks split its groups of"
+            f" {quantization.group_size} columns ({shape[1]} / {shard.size}): use a smaller"
+            " expert_tensor_parallel_size."
         )

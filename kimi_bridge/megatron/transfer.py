@@ -101,13 +101,15 @@ def load(tasks: Sequence[Any], reader: CheckpointReader) -> None:
     with raise_together():
         shards = local_shards(tasks, reader)
     total = sum(shard.tensor.nbytes for shard in shards)
-    with raise_together(), torch.no_grad(), progress(f"Loading {reader.path.name}", total) as advance:
+    done = 0
+    with raise_together(), torch.no_grad(), progress(f"Loading {reader.path.name}") as advance:
         for shard in shards:
             rows, columns = shard.ranges(reader.shape(shard.weight))
             value = reader.weight(shard.weight, rows, columns)
             shard.tensor[: len(value)].copy_(value)
             shard.tensor[len(value) :].zero_()
-            advance(shard.tensor.nbytes)
+            done += shard.tensor.nbytes
+            advance(done, total)
 
 
 def save(stream: WeightStream, reader: CheckpointReader, dst: Path, overwrite: bool = False) -> None:
@@ -191,9 +193,11 @@ class WeightStream(Iterator[HFWeightTuple]):
             pieces = [piece for shard in shards for piece in self._pieces_of(shard)]
         total = sum(spec.nbytes for spec in self.specs)
         tensors = exchange(pieces, self._produce(shards), self.bucket_bytes, self.receiver)
-        with contextlib.closing(tensors), progress("Exporting", total, self.show_progress) as advance:
+        done = 0
+        with contextlib.closing(tensors), progress("Exporting", self.show_progress) as advance:
             for name, tensor in tensors:
-                advance(tensor.nbytes)
+                done += tensor.nbytes
+                advance(done, total)
                 yield HFWeightTuple(name, tensor.cpu() if self.cpu else tensor)
                 if name.endswith(".weight_packed"):
                     shape_name = name.removesuffix("_packed") + "_shape"
@@ -216,16 +220,20 @@ class WeightStream(Iterator[HFWeightTuple]):
         return self.weight_dtype if self.weight_dtype and dtype.is_floating_point else dtype
 
     def _pieces_of(self, shard: Shard) -> list[Piece]:
-        place = {"dim": shard.dim, "index": shard.rank, "count": shard.size if shard.dim is not None else 1}
+        count = shard.size if shard.dim is not None else 1
+
+        def piece(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Piece:
+            return Piece(name, dtype, shape, shard.dim, shard.rank, count)
+
         rows, columns = _shape_in_checkpoint(shard, self.reader)
         if not self._as_int4(shard.weight):
             shape = (rows, *shard.tensor.shape[1:])
-            return [Piece(shard.weight, self._dtype_of(shard.weight), shape, **place)]
+            return [piece(shard.weight, self._dtype_of(shard.weight), shape)]
         scale = self.reader.dtype(shard.weight)
         groups = columns // self.scheme.group_size
         return [
-            Piece(f"{shard.weight}_packed", torch.int32, (rows, columns // 8), **place),
-            Piece(f"{shard.weight}_scale", scale, (rows, groups), **place),
+            piece(f"{shard.weight}_packed", torch.int32, (rows, columns // 8)),
+            piece(f"{shard.weight}_scale", scale, (rows, groups)),
         ]
 
     def _produce(self, shards: list[Shard]) -> Iterator[torch.Tensor]:

@@ -199,7 +199,7 @@ def test_dequantize_into_out(layout: str) -> None:
 
 
 def test_flags_of_the_caller_do_not_matter() -> None:
-    """A weight that requires grad, inference mode, and another thread count give the same bits."""
+    """A weight that requires grad and inference mode give the same bits, and no graph."""
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(5)).bfloat16()
     expected = quantize(weight, KIMI_QAT)
     with_gradient = quantize(torch.nn.Parameter(weight), KIMI_QAT)

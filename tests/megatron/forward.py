@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe import moe_utils
+
+from kimi_bridge.megatron.spec import direct_query_block_spec
 
 
 class CausalAttention(MegatronModule):
@@ -20,13 +22,24 @@ class CausalAttention(MegatronModule):
     def forward(self, query: Any, key: Any, value: Any, *_args: Any, **_kwargs: Any) -> Any:
         """[sequence, batch, heads, width] each -> [sequence, batch, heads * v width]."""
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=self.softmax_scale
+        )
         return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def log_probabilities(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """[batch, sequence] -> [batch, sequence, vocabulary], float32."""
+    positions = torch.arange(ids.shape[1]).expand(ids.shape)
+    with torch.no_grad():
+        return model(ids, positions, None).float().log_softmax(-1)
 
 
 def local_spec_provider(provider: Any, dtype: torch.dtype | None = None) -> None:
     """Sets a provider to the local spec, without fused kernels, in `dtype` (default: as it is)."""
-    provider.transformer_layer_spec = partial(_local_spec)
+    # The router's GEMM would go through Transformer Engine although the layers do not.
+    moe_utils.te_general_gemm = None
+    provider.transformer_layer_spec = _local_spec
     provider.moe_grouped_gemm = False
     provider.moe_permute_fusion = False
     provider.bias_activation_fusion = False
@@ -35,13 +48,17 @@ def local_spec_provider(provider: Any, dtype: torch.dtype | None = None) -> None
     provider.cross_entropy_loss_fusion = False
     provider.persist_layer_norm = False
     provider.moe_shared_expert_overlap = False
+    provider.moe_token_dispatcher_type = "allgather"
+    provider.gradient_accumulation_fusion = False
+    provider.use_cpu_initialization = True
     if dtype is not None:
         provider.params_dtype = dtype
         provider.bf16 = dtype == torch.bfloat16
 
 
 def _local_spec(config: Any, vp_stage: int | None = None) -> Any:
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
+    make = get_gpt_decoder_block_spec if config.q_lora_rank else direct_query_block_spec
+    spec = make(config, use_transformer_engine=False, vp_stage=vp_stage)
     for layer in spec.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = CausalAttention
     return spec

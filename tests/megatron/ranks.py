@@ -1,7 +1,8 @@
 """Four gloo ranks that live for the whole session and run one scenario after another.
 
-Importing Megatron takes a rank 10 to 30 seconds, so the tests share the ranks instead of starting
-torchrun each. A scenario is a function of `tests.megatron.scenarios`; every rank runs it.
+Importing Megatron takes 10 to 30 seconds, so one process imports it, the ranks are forked from that one,
+and the tests share the ranks instead of starting torchrun each. A scenario is a function of
+`tests.megatron.scenarios`; every rank runs it.
 """
 
 from __future__ import annotations
@@ -9,13 +10,20 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
-import socket
+import tempfile
 import traceback
 from dataclasses import dataclass
 from typing import Any
 
 WORLD_SIZE = 4
 SECONDS = 600
+
+
+class Layout(dict):
+    """`kimi_bridge.megatron.runtime.Layout` by its keywords: importing that one imports Megatron."""
+
+    def __str__(self) -> str:
+        return "-".join(f"{name}{size}" for name, size in self.items()) or "one"
 
 
 @dataclass
@@ -29,15 +37,14 @@ class RankError:
 
 class Ranks:
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.megatron.scenarios"])
+        self.folder = tempfile.TemporaryDirectory()
         self.pipes, self.processes = [], []
         for rank in range(WORLD_SIZE):
             ours, theirs = context.Pipe()
             # Not daemons: Megatron's checkpoint writer starts processes of its own.
-            process = context.Process(target=_serve, args=(rank, port, theirs))
+            process = context.Process(target=_serve, args=(rank, f"{self.folder.name}/rendezvous", theirs))
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
@@ -70,6 +77,7 @@ class Ranks:
             process.join(20)
             if process.is_alive():
                 process.kill()
+        self.folder.cleanup()
 
     def _receive(self, rank: int, scenario: str) -> Any:
         if not self.pipes[rank].poll(SECONDS):
@@ -79,22 +87,26 @@ class Ranks:
         return self.pipes[rank].recv()
 
 
-def _serve(rank: int, port: int, pipe: Any) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(WORLD_SIZE),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        CUDA_VISIBLE_DEVICES="",
-    )
+def join(rank: int, rendezvous: str) -> None:
+    """Joins the process group through a file, which needs no free port and works any number of times."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD_SIZE)
+
+
+def _serve(rank: int, rendezvous: str, pipe: Any) -> None:
+    os.environ["RANK"] = str(rank)
     import torch
 
     torch.set_num_threads(1)
+    join(rank, rendezvous)
     while (job := pipe.recv()) is not None:
         scenario, kwargs = job
         try:
             module = importlib.import_module("tests.megatron.scenarios")
-            pipe.send(getattr(module, scenario)(**kwargs))
+            layouts = {
+                key: module.Layout(**value) for key, value in kwargs.items() if isinstance(value, Layout)
+            }
+            pipe.send(getattr(module, scenario)(**kwargs | layouts))
         except Exception as error:
             pipe.send(RankError(type(error).__name__, str(error), traceback.format_exc()))

@@ -1,0 +1,34 @@
+"""The layer spec for models without query compression (`q_lora_rank: null`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+
+class DirectQueryAttention(MLASelfAttention):
+    """MLA whose queries are projected straight from the hidden states.
+
+    Megatron-Core 0.19 with `qk_layernorm` puts a norm into `linear_q_proj` then, which DeepSeek-V3 has only
+    behind its query compression: the queries would be normalised twice.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        return {**super()._resolve_qk_norm_config(submodules), "linear_q_proj": submodules.linear_q_proj}
+
+
+def direct_query_block_spec(
+    config: Any, use_transformer_engine: bool = True, vp_stage: int | None = None
+) -> Any:
+    """Megatron's decoder block spec with `DirectQueryAttention` in every layer."""
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=use_transformer_engine, vp_stage=vp_stage
+    )
+    for layer in block.layer_specs:
+        attention = layer.submodules.self_attention
+        attention.module = DirectQueryAttention
+        attention.submodules.q_layernorm = IdentityOp
+    return block

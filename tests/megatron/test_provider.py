@@ -1,0 +1,96 @@
+"""Every setting that matters, as the config implies it, for both forms of the real config."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.megatron.ranks import Ranks
+
+DATA = Path(__file__).parents[1] / "data"
+
+EXPECTED: dict[str, Any] = {
+    "num_layers": 61,
+    "hidden_size": 7168,
+    "ffn_hidden_size": 18432,
+    "num_attention_heads": 64,
+    "vocab_size": 163840,
+    "seq_length": 262144,
+    "layernorm_epsilon": 1e-5,
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "add_bias_linear": False,
+    "add_qkv_bias": False,
+    "qk_layernorm": True,
+    "share_embeddings_and_output_weights": False,
+    "params_dtype": torch.bfloat16,
+    "bf16": True,
+    # MLA
+    "multi_latent_attention": True,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+    # YaRN
+    "position_embedding_type": "rope",
+    "rope_type": "yarn",
+    "rotary_base": 50000,
+    "rotary_scaling_factor": 64,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1,
+    "mscale_all_dim": 1,
+    # MoE
+    "num_moe_experts": 384,
+    "moe_ffn_hidden_size": 2048,
+    "moe_shared_expert_intermediate_size": 2048,
+    "moe_layer_freq": [0] + [1] * 60,
+    "moe_grouped_gemm": True,
+    # Router
+    "moe_router_topk": 8,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_topk_scaling_factor": 2.827,
+    "moe_router_enable_expert_bias": True,
+    "moe_router_dtype": "fp32",
+    "moe_router_pre_softmax": True,
+    "moe_router_num_groups": 1,
+    "moe_router_group_topk": 1,
+    "moe_aux_loss_coeff": 0.001,
+    "mtp_num_layers": None,
+}
+
+
+def fields(ranks: Ranks, tmp_path: Path, file: str, **changes: Any) -> dict[str, Any]:
+    config = json.loads((DATA / file).read_text())
+    top = changes.pop("top", {})
+    config["text_config"] |= changes
+    (tmp_path / "config.json").write_text(json.dumps(config | top))
+    return ranks.run("provider_fields", src=str(tmp_path), names=list(EXPECTED))
+
+
+@pytest.mark.parametrize("file", ["config.json", "config.transformers5.json"])
+def test_both_forms_of_the_real_config(file: str, ranks: Ranks, tmp_path: Path) -> None:
+    assert fields(ranks, tmp_path, file) == EXPECTED
+
+
+def test_q_lora_rank_null(ranks: Ranks, tmp_path: Path) -> None:
+    assert fields(ranks, tmp_path, "config.json", q_lora_rank=None) == EXPECTED | {"q_lora_rank": None}
+
+
+def test_tying_is_read_from_the_top_level(ranks: Ranks, tmp_path: Path) -> None:
+    got = fields(ranks, tmp_path, "config.json", top={"tie_word_embeddings": True})
+    assert got == EXPECTED | {"share_embeddings_and_output_weights": True}
+
+
+def test_registration_survives_a_later_one(ranks: Ranks) -> None:
+    seen = ranks.run("registration")
+    assert seen["first"] == seen["last"] == "KimiK25TextBridge"
+    assert "KimiK25VLBridge" in seen["error"]
+    assert "kimi_bridge.megatron.register()" in seen["error"]

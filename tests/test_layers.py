@@ -1,0 +1,67 @@
+"""Imports point downward only, and looking at the package costs nothing."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "kimi_bridge"
+
+# What each part of the package may import of the others; `errors` and `progress` are for all.
+LAYERS = {
+    "int4": set(),
+    "checkpoint": {"int4"},
+    "megatron": {"int4", "checkpoint"},
+    "doctor": set(),
+    "demo": {"checkpoint"},
+    "cli": {"checkpoint", "megatron", "doctor", "demo"},
+    "__main__": {"cli"},
+}
+THIRD_PARTY = {
+    "megatron": {"megatron"},
+    "transformer_engine": {"megatron"},
+    "vllm": set(),
+    "ray": set(),
+}
+COMMON = {"errors", "progress"}
+
+
+def imported(file: Path) -> set[str]:
+    """Full names of what a file imports, wherever in it, without what only type checkers see."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+    return names
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_downward(file: Path) -> None:
+    relative = file.relative_to(ROOT)
+    part = relative.parts[0] if len(relative.parts) > 1 else relative.stem
+    for name in imported(file):
+        top, *rest = name.split(".")
+        if top == "kimi_bridge" and rest and part not in COMMON:
+            assert rest[0] in LAYERS[part] | COMMON | {part}, f"{relative} imports {name}"
+        if top in THIRD_PARTY:
+            assert part in THIRD_PARTY[top], f"{relative} imports {name}"
+
+
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [
+        ("import kimi_bridge", ("torch", "transformers", "megatron", "vllm", "ray")),
+        ("import kimi_bridge.checkpoint", ("megatron", "transformer_engine", "vllm", "ray")),
+        ("import kimi_bridge.cli", ("torch", "transformers", "megatron", "vllm", "ray")),
+    ],
+)
+def test_import_costs_nothing(statement: str, absent: tuple[str, ...]) -> None:
+    script = f"{statement}\nimport sys\nprint([name for name in {absent!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

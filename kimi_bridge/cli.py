@@ -271,7 +271,7 @@ def _print_inspection(inspection: Inspection) -> None:
     _print(f"INT4 convention: {seen.verdict}")
     if seen.groups:
         _print(
-            f"  sample: {seen.groups:,} groups of {seen.weights} weights, {seen.zero_groups:,} more are all zero;"
+            f"  sample: {seen.groups:,} groups of {seen.weights} weights, {seen.zero_groups:,} more are zero;"
             f" {seen.kimi_share:.1%} come back from /7, {seen.rtn_share:.1%} from /7.5;"
             f" {seen.minus_8_share:.1%} hold code -8, {seen.below_7_share:.1%} no code of 7"
         )

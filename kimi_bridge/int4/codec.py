@@ -169,8 +169,9 @@ def requantize(weight: Tensor, reference: Int4Weight, scheme: Int4Scheme) -> Int
 
 @torch.no_grad()
 def fake_quantize_values(weight: Tensor, scheme: Int4Scheme) -> Tensor:
-    """`dequantize(quantize(weight, scheme), weight.dtype)` without the codes in between; `fake_quant` adds
-    the gradient. Raises Int4Error as `quantize` does.
+    """`dequantize(quantize(weight, scheme), weight.dtype)` without the codes in between.
+
+    `fake_quant` adds the gradient. Raises Int4Error as `quantize` does.
     """
     _check_weight(weight, scheme)
     values = weight.new_empty(weight.shape)

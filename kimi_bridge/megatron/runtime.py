@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,6 +114,7 @@ def enable_cpu() -> None:
     """
     if torch.cuda.is_available():
         raise KimiBridgeError("enable_cpu() is for hosts without a GPU; CUDA is available here.")
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
     # Megatron uses current_device() as the `device` of new tensors, and compares devices with it.
@@ -120,6 +122,8 @@ def enable_cpu() -> None:
     # Saving a checkpoint stores the RNG state and waits for copies; the CPU's state is all there is.
     torch.cuda.get_rng_state = lambda *_args, **_kwargs: torch.get_rng_state()
     torch.cuda.synchronize = lambda *_args, **_kwargs: None
+    # Initial values (of adapters, say) are drawn from CUDA's generators; here the CPU's draws them.
+    CudaRNGStatesTracker.fork = lambda *_args, **_kwargs: nullcontext()  # type: ignore[method-assign]
     # Transformer Engine's constructors refuse to run without CUDA and need it for nothing else.
     TransformerEngineBaseModule.__init__ = _as_if_cuda(TransformerEngineBaseModule.__init__)
     ModelProviderMixin.provide_distributed_model = _with_cpu_settings(  # type: ignore[method-assign]

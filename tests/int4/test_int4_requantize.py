@@ -121,6 +121,15 @@ def test_a_change_in_one_group_of_many_blocks() -> None:
     assert same_weight(result, reference)
 
 
+def test_a_parameter_is_as_good_as_a_tensor() -> None:
+    reference = quantize(torch.randn(8, 64, generator=torch.Generator().manual_seed(8)).bfloat16(), RTN)
+    weight = torch.nn.Parameter(dequantize(reference) * 1.5)
+    result = requantize(weight, reference, RTN)
+    assert not result.scale.requires_grad
+    assert same_weight(result, requantize(weight.detach(), reference, RTN))
+    assert not same_weight(result, reference)
+
+
 def test_the_result_does_not_share_memory_with_the_reference() -> None:
     reference = quantize(torch.randn(8, 64, generator=torch.Generator().manual_seed(7)).bfloat16(), KIMI_QAT)
     before = unpack(reference.packed, reference.shape)

@@ -40,19 +40,21 @@ class Ranks:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.megatron.scenarios"])
         self.folder = tempfile.TemporaryDirectory()
+        self.jobs = 0
         self.pipes, self.processes = [], []
         for rank in range(WORLD_SIZE):
             ours, theirs = context.Pipe()
             # Not daemons: Megatron's checkpoint writer starts processes of its own.
-            process = context.Process(target=_serve, args=(rank, f"{self.folder.name}/rendezvous", theirs))
+            process = context.Process(target=_serve, args=(rank, theirs))
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
 
     def run_all(self, scenario: str, **kwargs: Any) -> list[Any]:
         """The result of each rank, or its RankError."""
+        self.jobs += 1
         for pipe in self.pipes:
-            pipe.send((scenario, kwargs))
+            pipe.send((scenario, kwargs, f"{self.folder.name}/rendezvous{self.jobs}"))
         return [self._receive(rank, scenario) for rank in range(WORLD_SIZE)]
 
     def run(self, scenario: str, **kwargs: Any) -> Any:
@@ -94,19 +96,20 @@ def join(rank: int, rendezvous: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD_SIZE)
 
 
-def _serve(rank: int, rendezvous: str, pipe: Any) -> None:
+def _serve(rank: int, pipe: Any) -> None:
     os.environ["RANK"] = str(rank)
     import torch
 
     torch.set_num_threads(1)
-    join(rank, rendezvous)
     while (job := pipe.recv()) is not None:
-        scenario, kwargs = job
+        scenario, kwargs, rendezvous = job
         try:
+            # A process group for each: the groups of a layout have threads that only end with it.
+            join(rank, rendezvous)
             module = importlib.import_module("tests.megatron.scenarios")
-            layouts = {
-                key: module.Layout(**value) for key, value in kwargs.items() if isinstance(value, Layout)
-            }
+            layouts = {key: module.Layout(**value) for key, value in kwargs.items() if isinstance(value, Layout)}
             pipe.send(getattr(module, scenario)(**kwargs | layouts))
         except Exception as error:
             pipe.send(RankError(type(error).__name__, str(error), traceback.format_exc()))
+        finally:
+            module.runtime.shutdown()

@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[1] / "kimi_bridge"
 # What each part of the package may import of the others; `errors` and `progress` are for all.
 LAYERS = {
     "int4": set(),
-    "checkpoint": {"int4"},
+    "conversion": {"int4"},
+    "checkpoint": {"int4", "conversion"},
     "megatron": {"int4", "checkpoint"},
     "doctor": set(),
     "demo": {"checkpoint"},

@@ -1,6 +1,12 @@
 """Kimi K2.5 checkpoint folders on disk: read, written, synthesized, compared, inspected."""
 
 from kimi_bridge.checkpoint.config import KimiK25Config, read_quantization
+from kimi_bridge.checkpoint.convert import (
+    Summary,
+    dequantize_checkpoint,
+    quantize_checkpoint,
+    truncate_checkpoint,
+)
 from kimi_bridge.checkpoint.files import copy_artifacts
 from kimi_bridge.checkpoint.inspect import Inspection, inspect_checkpoint
 from kimi_bridge.checkpoint.kinds import KINDS, tensor_kind
@@ -16,12 +22,16 @@ __all__ = [
     "Inspection",
     "KimiK25Config",
     "Report",
+    "Summary",
     "TensorSpec",
     "copy_artifacts",
+    "dequantize_checkpoint",
     "inspect_checkpoint",
+    "quantize_checkpoint",
     "read_quantization",
     "resolve_checkpoint",
     "synthesize_checkpoint",
     "tensor_kind",
+    "truncate_checkpoint",
     "verify_checkpoints",
 ]

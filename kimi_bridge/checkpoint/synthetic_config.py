@@ -90,7 +90,7 @@ def synthetic_config(size: str, overrides: dict[str, Any] | None = None) -> dict
     if size not in SIZES:
         raise CheckpointError(f"Unknown size {size!r}: choose from {', '.join(SIZES)}.")
     text_size, vision_size = SIZES[size]
-    text = _TEXT | {"quantization_config": _quantization_config()} | text_size | (overrides or {})
+    text = _TEXT | {"quantization_config": published_quantization_config()} | text_size | (overrides or {})
     ids = {key: text["vocab_size"] - back for key, back in TOKEN_IDS_FROM_END.items()}
     text |= {key: ids[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     config = {
@@ -227,7 +227,7 @@ def _both(module: str, shape: tuple[int, ...]) -> _Named:
     yield module + ".bias", shape[:1]
 
 
-def _quantization_config() -> dict[str, Any]:
+def published_quantization_config() -> dict[str, Any]:
     weights: dict[str, Any] = {
         "actorder": None,
         "block_structure": None,

@@ -1,6 +1,6 @@
 """The INT4 number format: codes, scales and the arithmetic that training and serving share."""
 
-from kimi_bridge.int4.codec import Int4Weight, dequantize, pack, quantize, requantize, unpack
+from kimi_bridge.int4.codec import Int4Weight, dequantize, pack, quantize, requantize, served_values, unpack
 from kimi_bridge.int4.fake_quant import fake_quantize
 from kimi_bridge.int4.scheme import KIMI_QAT, RTN, Int4Scheme
 
@@ -14,5 +14,6 @@ __all__ = [
     "pack",
     "quantize",
     "requantize",
+    "served_values",
     "unpack",
 ]

@@ -12,6 +12,7 @@ that was rounded up can make a value Inf; the server would compute the same.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -23,6 +24,8 @@ from kimi_bridge.errors import Int4Error
 from kimi_bridge.int4 import torch_kernels
 from kimi_bridge.int4.scheme import CODES_PER_WORD, Q_MAX, Q_MIN, Int4Scheme
 
+# A CUDA build of PyTorch brings Triton; elsewhere PyTorch's own kernels do the same, more slowly.
+_HAVE_TRITON = importlib.util.find_spec("triton") is not None
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -149,18 +152,7 @@ def requantize(weight: Tensor, reference: Int4Weight, scheme: Int4Scheme) -> Int
     Raises Int4Error as `quantize` does, and when weight, reference and scheme disagree.
     """
     _check_weight(weight, scheme)
-    if reference.shape != tuple(weight.shape) or reference.group_size != scheme.group_size:
-        raise Int4Error(
-            f"The reference is {reference.shape} in groups of {reference.group_size}, the weight "
-            f"{tuple(weight.shape)} in groups of {scheme.group_size}: pass the same slice of the checkpoint "
-            "that the weight came from, and a scheme of its group size."
-        )
-    if reference.scale.dtype != weight.dtype:
-        raise Int4Error(
-            f"The reference has scales of {reference.scale.dtype}, the weight is {weight.dtype}: convert the "
-            "weight to the dtype of the scales first."
-        )
-    _check_device("reference", reference.packed, "weight", weight)
+    _check_reference(weight, reference, scheme)
     packed, scale = torch.empty_like(reference.packed), torch.empty_like(reference.scale)
     _kernels(weight.device).requantize(weight, reference.packed, reference.scale, scheme, packed, scale)
     _check_finite(scale, scheme)
@@ -181,6 +173,35 @@ def fake_quantize_values(weight: Tensor, scheme: Int4Scheme) -> Tensor:
     return values
 
 
+@torch.no_grad()
+def served_values(
+    weights: Sequence[Tensor], references: Sequence[Int4Weight | None], scheme: Int4Scheme
+) -> Tensor:
+    """What an engine would compute with if these matrices were exported now, for many at once.
+
+    That is `dequantize(requantize(weight, reference, scheme))`, or `fake_quantize(weight, scheme)` where the
+    reference is None. weights: matrices `[out, in]` of one shape, dtype and device; references: one a weight.
+    Returns `[len(weights), out, in]`.
+    Raises Int4Error as `requantize` does; but on a GPU a group with NaN or Inf gives NaN or Inf, since
+    looking for them would make every forward pass wait for the GPU.
+    """
+    out = weights[0].new_empty((len(weights), *weights[0].shape))
+    kernels = _kernels(out.device)
+    for weight, reference in zip(weights, references, strict=True):
+        _check_weight(weight, scheme)
+        if reference is not None:
+            _check_reference(weight, reference, scheme)
+    if kernels is not torch_kernels:
+        kernels.served_values(weights, references, scheme, out)
+        return out
+    for weight, reference, values in zip(weights, references, out, strict=True):
+        if reference is None:
+            values.copy_(fake_quantize_values(weight, scheme))
+        else:
+            dequantize(requantize(weight, reference, scheme), weight.dtype, out=values)
+    return out
+
+
 def _check_finite(scale: Tensor, scheme: Int4Scheme) -> None:
     """Raise Int4Error for the first group whose fresh scale says that it held NaN or Inf."""
     finite = scale.isfinite()
@@ -196,12 +217,31 @@ def _check_finite(scale: Tensor, scheme: Int4Scheme) -> None:
 
 def _kernels(device: torch.device) -> ModuleType:
     """The back end for a device: the one place that chooses."""
+    if device.type == "cuda" and _HAVE_TRITON:
+        from kimi_bridge.int4 import triton_kernels
+
+        return triton_kernels
     return torch_kernels
 
 
 def _check_weight(weight: Tensor, scheme: Int4Scheme) -> None:
     _check_matrix("weight", weight, FLOAT_DTYPES)
     _check_width("weight", weight.shape[1], scheme.group_size, "the group size")
+
+
+def _check_reference(weight: Tensor, reference: Int4Weight, scheme: Int4Scheme) -> None:
+    if reference.shape != tuple(weight.shape) or reference.group_size != scheme.group_size:
+        raise Int4Error(
+            f"The reference is {reference.shape} in groups of {reference.group_size}, the weight "
+            f"{tuple(weight.shape)} in groups of {scheme.group_size}: pass the same slice of the checkpoint "
+            "that the weight came from, and a scheme of its group size."
+        )
+    if reference.scale.dtype != weight.dtype:
+        raise Int4Error(
+            f"The reference has scales of {reference.scale.dtype}, the weight is {weight.dtype}: convert the "
+            "weight to the dtype of the scales first."
+        )
+    _check_device("reference", reference.packed, "weight", weight)
 
 
 def _check_packed(packed: Tensor, shape: Sequence[int]) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -19,6 +20,9 @@ from triton.language.extra import libdevice
 
 from kimi_bridge.int4 import torch_kernels
 from kimi_bridge.int4.scheme import Int4Scheme
+
+if TYPE_CHECKING:
+    from kimi_bridge.int4.codec import Int4Weight
 
 # Codes without scales are rare (checks, tests): PyTorch's own kernels do.
 pack, unpack = torch_kernels.pack, torch_kernels.unpack
@@ -79,26 +83,34 @@ def fake_quantize(weight: Tensor, scheme: Int4Scheme, scale: Tensor, out: Tensor
 
 
 def served_values(
-    weights: Sequence[Tensor],
-    references: Sequence[tuple[Tensor, Tensor] | None],
-    scheme: Int4Scheme,
-    out: Tensor,
+    weights: Sequence[Tensor], references: Sequence[Int4Weight | None], scheme: Int4Scheme, out: Tensor
 ) -> None:
-    """As `torch_kernels.served_values`: one launch for all matrices without a reference, one for the others."""
+    """See `codec.served_values`. One launch for all, where all or none have a reference."""
     weights = [weight.contiguous() for weight in weights]
-    if all(reference is None for reference in references):
+    given = [reference for reference in references if reference is not None]
+    if not given:
         _launch_fake_quantize(weights, scheme, out, None)
-        return
-    for weight, reference, values in zip(weights, references, out, strict=True):
-        if reference is None:
-            _launch_fake_quantize([weight], scheme, values, None)
-            continue
-        packed, scale = (tensor.contiguous() for tensor in reference)
-        tile, grid = _tiling(scheme.group_size, scale.numel())
-        _served_values_kernel[grid](
-            weight, packed, scale, values, scale.numel(), scheme.scale_divisor, scheme.q_min,
-            scheme.group_size, tile, _DTYPES[weight.dtype], num_warps=_WARPS,
-        )  # fmt: skip
+    elif len(given) == len(weights):
+        _launch_served_values(weights, given, scheme, out)
+    else:
+        for weight, reference, values in zip(weights, references, out, strict=True):
+            served_values([weight], [reference], scheme, values)
+
+
+def _launch_served_values(
+    weights: Sequence[Tensor], references: Sequence[Int4Weight], scheme: Int4Scheme, out: Tensor
+) -> None:
+    packed = [reference.packed.contiguous() for reference in references]
+    scales = [reference.scale.contiguous() for reference in references]
+    groups = scales[0].numel()
+    tile, grid = _tiling(scheme.group_size, groups, len(weights))
+    addresses = (
+        _pointers(tuple(t.data_ptr() for t in each), out.device) for each in (weights, packed, scales)
+    )
+    _served_values_kernel[grid](
+        *addresses, out, groups, scheme.scale_divisor, scheme.q_min,
+        scheme.group_size, tile, _DTYPES[out.dtype], num_warps=_WARPS,
+    )  # fmt: skip
 
 
 def _launch_fake_quantize(
@@ -241,11 +253,16 @@ def _served_values_kernel(
     weights, reference_packed, reference_scales, out, groups, divisor, q_min,
     GROUP: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
+    matrix = tl.program_id(1).to(tl.int64)
+    weight_at = tl.load(weights + matrix).to(tl.pointer_type(DTYPE))
+    packed_at = tl.load(reference_packed + matrix).to(tl.pointer_type(tl.int32))
+    scales_at = tl.load(reference_scales + matrix).to(tl.pointer_type(DTYPE))
     group, offsets, exists = _tile_of(groups, GROUP, TILE)
-    weight = tl.load(weights + offsets, exists[:, None], other=0.0).to(tl.float32)
-    words = tl.load(reference_packed + _word_offsets(group, GROUP), exists[:, None], other=0)
-    old_scale = tl.load(reference_scales + group, exists, other=0.0)
+    weight = tl.load(weight_at + offsets, exists[:, None], other=0.0).to(tl.float32)
+    words = tl.load(packed_at + _word_offsets(group, GROUP), exists[:, None], other=0)
+    old_scale = tl.load(scales_at + group, exists, other=0.0)
     old = _values(_unpacked(words, GROUP, TILE), old_scale, DTYPE)
     changed = _changed(weight, old.to(tl.float32))
     codes, scale = _codes_and_scale(weight, divisor, q_min, DTYPE)
-    tl.store(out + offsets, tl.where(changed[:, None], _values(codes, scale, DTYPE), old), exists[:, None])
+    values = tl.where(changed[:, None], _values(codes, scale, DTYPE), old)
+    tl.store(out + matrix * groups * GROUP + offsets, values, exists[:, None])

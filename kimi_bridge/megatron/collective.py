@@ -64,6 +64,15 @@ def any_failed(failed: bool) -> bool:
     return bool(flag.item())
 
 
+def sum_over_ranks(counts: list[int]) -> list[int]:
+    """Elementwise, over all ranks. All ranks must call it."""
+    if world_size() == 1:
+        return counts
+    totals = torch.tensor(counts, dtype=torch.int64, device=device())
+    dist.all_reduce(totals)
+    return [int(total) for total in totals]
+
+
 def device() -> torch.device:
     """Where tensors must be for the default process group."""
     on_gpu = torch.cuda.is_available() and dist.is_initialized() and dist.get_backend() != "gloo"

@@ -12,8 +12,10 @@ from megatron.core import parallel_state
 
 from kimi_bridge.checkpoint.reader import CheckpointReader
 from kimi_bridge.errors import CheckpointError, KimiBridgeError
+from kimi_bridge.int4 import Int4Weight
 
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
+_ORIGIN = "kimi_int4_origin"
 _TP_DIM = {"column": 0, "row": 1, "replicated": None}
 
 
@@ -21,11 +23,13 @@ _TP_DIM = {"column": 0, "row": 1, "replicated": None}
 class Shard:
     """One checkpoint weight's part in one Megatron parameter.
 
-    `tensor` is the view of the parameter that holds it, `dim` the dimension along which the weight is
-    split over `size` ranks (None: every rank holds all of it), `rank` this rank's place among them.
+    `param` is the parameter, `tensor` the view of it that holds the weight's part, `dim` the dimension
+    along which the weight is split over `size` ranks (None: every rank holds all of it), `rank` this
+    rank's place among them.
     """
 
     weight: str
+    param: torch.Tensor
     tensor: torch.Tensor
     dim: int | None
     rank: int
@@ -72,22 +76,57 @@ def local_shards(tasks: Sequence[Any], reader: CheckpointReader) -> list[Shard]:
     return shards
 
 
+@dataclass
+class Origin:
+    """Which INT4 weights of a checkpoint a parameter's values came from, one below the other.
+
+    Names and ranges only: a tensor here would keep the memory alive that DDP moves parameters out of.
+    """
+
+    reader: CheckpointReader
+    parts: dict[str, tuple[slice | None, slice | None]]
+
+    def int4(self, device: torch.device) -> Int4Weight:
+        """The codes and scales behind the parameter's rows."""
+        parts = [self.reader.int4(weight, *ranges) for weight, ranges in self.parts.items()]
+        packed = torch.cat([part.packed for part in parts])
+        scale = torch.cat([part.scale for part in parts])
+        return Int4Weight(packed, scale, (len(packed), parts[0].shape[1])).to(device)
+
+
+def mark(shard: Shard, reader: CheckpointReader) -> None:
+    """Notes on a parameter that its values are those of an INT4 weight."""
+    if not reader.is_triplet(shard.weight):
+        return
+    origin = getattr(shard.param, _ORIGIN, None)
+    if origin is None or origin.reader is not reader:
+        origin = Origin(reader, {})
+        setattr(shard.param, _ORIGIN, origin)
+    origin.parts[shard.weight] = shard.ranges(reader.shape(shard.weight))
+
+
+def origin_of(param: torch.Tensor) -> Origin | None:
+    """What `mark` noted; None for a parameter that was not loaded from INT4."""
+    return getattr(param, _ORIGIN, None)
+
+
 def is_vocabulary(weight: str) -> bool:
     """Megatron may pad the rows of these to a multiple; the checkpoint never does."""
     return weight.endswith(_VOCABULARY)
 
 
 def _shards_of(task: Any) -> list[Shard]:
-    mapping, param = task.mapping, _plain(task)
-    place = {"rank": mapping.tp_rank, "size": mapping.tp_size, "is_expert": mapping.is_expert}
+    mapping, data = task.mapping, _plain(task)
+
+    def shard(weight: str, tensor: torch.Tensor, dim: int | None) -> Shard:
+        rank, size = mapping.tp_rank, mapping.tp_size
+        return Shard(weight, task.param_weight, tensor, dim, rank, size, mapping.is_expert)
+
     if isinstance(mapping, GatedMLPMapping):
-        gate, up = param.chunk(2, dim=0)
-        return [
-            Shard(mapping.hf_param["gate"], gate, dim=0, **place),
-            Shard(mapping.hf_param["up"], up, dim=0, **place),
-        ]
+        gate, up = data.chunk(2, dim=0)
+        return [shard(mapping.hf_param["gate"], gate, 0), shard(mapping.hf_param["up"], up, 0)]
     dim = _TP_DIM[mapping._detect_parallelism_type(task.megatron_module)]
-    return [Shard(mapping.hf_param, param, dim=dim, **place)]
+    return [shard(mapping.hf_param, data, dim)]
 
 
 def _plain(task: Any) -> torch.Tensor:

@@ -23,7 +23,7 @@ from kimi_bridge.checkpoint.writer import CheckpointWriter, TensorSpec
 from kimi_bridge.int4 import Int4Scheme, requantize
 from kimi_bridge.megatron.collective import raise_together, rank
 from kimi_bridge.megatron.exchange import Piece, exchange
-from kimi_bridge.megatron.shards import Shard, is_vocabulary, local_shards
+from kimi_bridge.megatron.shards import Shard, is_vocabulary, local_shards, mark
 from kimi_bridge.progress import progress
 
 DEFAULT_BUCKET_BYTES = 1 << 30
@@ -108,6 +108,7 @@ def load(tasks: Sequence[Any], reader: CheckpointReader) -> None:
             value = reader.weight(shard.weight, rows, columns)
             shard.tensor[: len(value)].copy_(value)
             shard.tensor[len(value) :].zero_()
+            mark(shard, reader)
             done += shard.tensor.nbytes
             advance(done, total)
 

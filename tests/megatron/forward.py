@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel import random
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe import moe_utils
 
@@ -39,6 +40,9 @@ def local_spec_provider(provider: Any, dtype: torch.dtype | None = None) -> None
     """Sets a provider to the local spec, without fused kernels, in `dtype` (default: as it is)."""
     # The router's GEMM would go through Transformer Engine although the layers do not.
     moe_utils.te_general_gemm = None
+    # Recomputation saves and restores CUDA's random state; there is only the CPU's here.
+    random._get_cuda_rng_state = lambda **_kwargs: None
+    random._set_cuda_rng_state = lambda *_args, **_kwargs: None
     provider.transformer_layer_spec = _local_spec
     provider.moe_grouped_gemm = False
     provider.moe_permute_fusion = False

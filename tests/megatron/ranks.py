@@ -107,7 +107,9 @@ def _serve(rank: int, pipe: Any) -> None:
             # A process group for each: the groups of a layout have threads that only end with it.
             join(rank, rendezvous)
             module = importlib.import_module("tests.megatron.scenarios")
-            layouts = {key: module.Layout(**value) for key, value in kwargs.items() if isinstance(value, Layout)}
+            layouts = {
+                key: module.Layout(**value) for key, value in kwargs.items() if isinstance(value, Layout)
+            }
             pipe.send(getattr(module, scenario)(**kwargs | layouts))
         except Exception as error:
             pipe.send(RankError(type(error).__name__, str(error), traceback.format_exc()))

@@ -12,8 +12,10 @@ from megatron.bridge import AutoBridge
 
 import kimi_bridge.megatron as kimi
 from kimi_bridge.errors import KimiBridgeError
-from kimi_bridge.megatron import jobs, runtime
+from kimi_bridge.int4 import KIMI_QAT, dequantize, requantize
+from kimi_bridge.megatron import jobs, runtime, transfer
 from kimi_bridge.megatron.runtime import Layout
+from kimi_bridge.megatron.shards import local_shards
 from tests.megatron.forward import local_spec_provider, log_probabilities
 from tests.megatron.ranks import join
 from tests.megatron.reference import reference_model
@@ -183,9 +185,12 @@ def just_load(src: str, layout: Layout) -> None:
 def adapters(src: str, dst: str) -> None:
     from megatron.bridge.peft.lora import LoRA
 
-    bridge, model = build(src, Layout())
-    model = [LoRA(target_modules=["linear_proj"], dim=4)(chunk, training=True) for chunk in model]
-    kimi.export_checkpoint(bridge, model, dst)
+    runtime.initialize(Layout())
+    bridge = AutoBridge.from_hf_pretrained(src)
+    provider = bridge.to_megatron_provider()
+    lora = LoRA(target_modules=["linear_proj"], dim=4)
+    provider.register_pre_wrap_hook(lambda model: lora(model, training=True))
+    kimi.export_checkpoint(bridge, runtime.build_model(provider, Layout()), dst)
 
 
 def vision_request(src: str) -> None:
@@ -255,3 +260,250 @@ def collectives(src: str, dst: str, layout: Layout) -> int:
         for name, function in originals.items():
             setattr(dist, name, function)
     return count
+
+
+def trainable(
+    src: str,
+    layout: Layout,
+    *,
+    recompute: bool = False,
+    freeze: bool = False,
+    dtype: torch.dtype | None = torch.float32,
+) -> tuple[AutoBridge, list[Any]]:
+    """A loaded model of the local spec that can take training steps on a CPU."""
+    runtime.initialize(layout)
+    bridge = AutoBridge.from_hf_pretrained(src)
+    provider = bridge.to_megatron_provider()
+    local_spec_provider(provider, dtype)
+    if recompute:
+        provider.recompute_granularity, provider.recompute_method = "full", "uniform"
+        provider.recompute_num_layers = 1
+    model = runtime.build_model(provider, layout)
+    if freeze:
+        for chunk in model:
+            for name, param in chunk.named_parameters():
+                param.requires_grad_(".mlp.experts." not in name)
+    return bridge, model
+
+
+def step_gradients(
+    model: list[Any], seed: int, microbatches: int = 1
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of a batch, accumulated over its microbatches."""
+    total = 0.0
+    for index in range(microbatches):
+        loss = batch_loss(model[0], seed + index) / microbatches
+        loss.backward()
+        total += loss.item()
+    return total, {n: p.grad.clone() for n, p in model[0].named_parameters() if p.grad is not None}
+
+
+def qat_gradients(src: str, layout: Layout, recompute: bool, microbatches: int) -> dict[str, Any]:
+    """The gradients under fake INT4 beside those of a model that holds the served values themselves."""
+    bridge, model = trainable(src, layout, recompute=recompute)
+    disturb_experts(model)
+    masters = {n: p.detach().clone() for n, p in model[0].named_parameters()}
+    report = kimi.enable_fake_int4(model)
+    loss, gradients = step_gradients(model, 0, microbatches)
+    unchanged = all(torch.equal(p, masters[n]) for n, p in model[0].named_parameters())
+    kimi.disable_fake_int4(model)
+    model[0].zero_grad(set_to_none=True)
+    plain_loss, _ = step_gradients(model, 0, microbatches)
+    model[0].zero_grad(set_to_none=True)
+    served = served_by_hand(model[0], bridge)
+    expected_loss, expected = step_gradients(model, 0, microbatches)
+    return {
+        "loss": loss,
+        "expected_loss": expected_loss,
+        "plain_loss": plain_loss,
+        "unchanged": unchanged,
+        "equal": gradients.keys() == expected.keys()
+        and all(torch.equal(gradients[name], expected[name]) for name in expected),
+        "expert_gradients": sum(".experts." in n and g.abs().sum().item() > 0 for n, g in gradients.items()),
+        "served": served,
+        "report": report,
+        "text": str(report),
+    }
+
+
+def qat_exports_what_it_computed_with(src: str, dst: str) -> dict[str, Any]:
+    """Full fine-tuning for a few steps; the values of the last forward against the export's."""
+    bridge, model = trainable(src, Layout(), dtype=None)
+    seen: dict[str, torch.Tensor] = {}
+    for name, module in model[0].module.named_modules():
+        if ".local_experts." in f".{name}" and name.endswith(("linear_fc1", "linear_fc2")):
+            module.forward = recording(module, name, seen)
+    report = kimi.enable_fake_int4(model)
+    optimizer = torch.optim.SGD([p for p in model[0].parameters() if p.requires_grad], lr=0.5)
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = batch_loss(model[0], 7)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    with torch.no_grad():
+        batch_loss(model[0], 7)
+    kimi.export_checkpoint(bridge, model, dst)
+    return {"report": report, "losses": losses, "seen": seen if dist.get_rank() == 0 else None}
+
+
+def recording(module: Any, name: str, seen: dict[str, torch.Tensor]) -> Any:
+    original = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        seen[name] = module.weight.detach().clone()
+        return original(*args, **kwargs)
+
+    return forward
+
+
+def qat_frozen(src: str, layout: Layout, spec: str) -> dict[str, Any]:
+    """Frozen experts: nothing is wrapped, and what was loaded from INT4 is left alone."""
+    if spec == "te":
+        _, model = build(src, layout)
+        for chunk in model:
+            chunk.requires_grad_(False)
+    else:
+        _, model = trainable(src, layout, freeze=True, dtype=None)
+    before = {n: p.detach().clone() for n, p in model[0].named_parameters()}
+    report = kimi.enable_fake_int4(model)
+    changed = [n for n, p in model[0].named_parameters() if not torch.equal(p, before[n])]
+    wrapped = [n for n, m in model[0].named_modules() if "forward" in m.__dict__]
+    again = kimi.enable_fake_int4(model)
+    return {"report": report, "again": again, "changed": changed, "wrapped": wrapped}
+
+
+def qat_after_a_megatron_checkpoint(src: str, megatron: str, with_bridge: bool) -> Any:
+    jobs.import_checkpoint(src, Path(megatron), Layout())
+    bridge = AutoBridge.from_hf_pretrained(src)
+    model = runtime.build_model(bridge.to_megatron_provider(load_weights=False), Layout())
+    jobs.load_megatron(model, Path(megatron))
+    return kimi.enable_fake_int4(model, bridge=bridge if with_bridge else None)
+
+
+def qat_main_grad(src: str, layout: Layout) -> dict[str, Any]:
+    """Megatron's DDP and distributed optimizer: main_grad is filled, masters move, no stale value is used."""
+    import megatron.core.optimizer as megatron_optimizer
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    bridge, model = trainable(src, layout, dtype=torch.bfloat16)
+    config = model[0].config if hasattr(model[0], "config") else model[0].module.config
+    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    model = [DistributedDataParallel(config, ddp_config, chunk) for chunk in model]
+    report = kimi.enable_fake_int4(model)
+    # The fused optimizer is a CUDA kernel; the distributed one around it is Megatron's own.
+    megatron_optimizer.SGD = torch.optim.SGD
+    settings = OptimizerConfig(
+        optimizer="sgd", lr=0.5, bf16=True, use_distributed_optimizer=True, clip_grad=0.0
+    )
+    optimizer = get_megatron_optimizer(settings, model)
+    results = []
+    for _ in range(3):
+        for chunk in model:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        batch_loss(model[0], 3).backward()
+        model[0].finish_grad_sync()
+        filled = sum(p.main_grad.abs().sum().item() > 0 for n, p in experts_of(model))
+        before = {n: p.detach().clone() for n, p in experts_of(model)}
+        optimizer.step()
+        moved = sum(not torch.equal(p, before[n]) for n, p in experts_of(model))
+        results.append((filled, moved))
+    with torch.no_grad():
+        loss = batch_loss(model[0], 3).item()
+        kimi.disable_fake_int4(model)
+        served_by_hand(model[0], bridge)
+        expected = batch_loss(model[0], 3).item()
+    return {"report": report, "steps": results, "loss": loss, "expected": expected}
+
+
+def qat_without_experts(src: str) -> None:
+    _, model = trainable(src, Layout())
+    for layer in model[0].decoder.layers if hasattr(model[0], "decoder") else model[0].module.decoder.layers:
+        if hasattr(layer.mlp, "experts"):
+            del layer.mlp.experts
+    kimi.enable_fake_int4(model)
+
+
+def experts_of(model: list[Any]) -> list[tuple[str, Any]]:
+    return [(n, p) for chunk in model for n, p in chunk.named_parameters() if ".mlp.experts." in n]
+
+
+def disturb_experts(model: list[Any]) -> None:
+    """Training's work in one stroke: some groups change, most do not."""
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for _, param in experts_of(model):
+            rows = torch.randint(0, len(param), (3,), generator=generator)
+            param[rows] += 0.003 * torch.randn(3, param.shape[1], generator=generator).to(param.dtype)
+
+
+def served_by_hand(model: Any, bridge: AutoBridge) -> int:
+    """Writes what an engine would serve into the experts, from the public codec; how many weights changed."""
+    reader = bridge.hf_pretrained.state.source.reader
+    changed = 0
+    with torch.no_grad():
+        for shard in local_shards(bridge.get_conversion_tasks(transfer.unwrap([model])), reader):
+            if not reader.is_triplet(shard.weight):
+                continue
+            reference = reader.int4(shard.weight, *shard.ranges(reader.shape(shard.weight)))
+            served = dequantize(requantize(shard.tensor.to(reference.scale.dtype), reference, KIMI_QAT))
+            changed += not torch.equal(served.to(shard.tensor.dtype), shard.tensor)
+            shard.tensor.copy_(served)
+    return changed
+
+
+def batch_loss(model: Any, seed: int) -> torch.Tensor:
+    """Next-token loss of a random batch, averaged."""
+    ids = torch.randint(0, 1280, (2, 17), generator=torch.Generator().manual_seed(seed))
+    positions = torch.arange(16).expand(2, 16)
+    logits = model(ids[:, :-1], positions, None)
+    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+
+
+def qat_pipeline(src: str, layout: Layout) -> dict[str, Any]:
+    """Two pipeline stages under Megatron's own schedule, four microbatches in flight."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    bridge, model = trainable(src, layout)
+    disturb_experts(model)
+    report = kimi.enable_fake_int4(model)
+
+    def gradients() -> tuple[list[float], dict[str, torch.Tensor]]:
+        model[0].zero_grad(set_to_none=True)
+        losses = get_forward_backward_func()(
+            forward_step_func=pipeline_step,
+            data_iterator=iter(range(4)),
+            model=model,
+            num_microbatches=4,
+            seq_length=16,
+            micro_batch_size=2,
+            forward_only=False,
+        )
+        found = {n: p.grad.clone() for n, p in model[0].named_parameters() if p.grad is not None}
+        return [entry["loss"].item() for entry in losses], found
+
+    losses, ours = gradients()
+    kimi.disable_fake_int4(model)
+    served_by_hand(model[0], bridge)
+    expected_losses, expected = gradients()
+    return {
+        "report": report,
+        "losses": losses,
+        "expected_losses": expected_losses,
+        "equal": ours.keys() == expected.keys() and all(torch.equal(ours[n], expected[n]) for n in expected),
+        "expert_gradients": sum(".experts." in n for n in ours),
+    }
+
+
+def pipeline_step(batches: Any, model: Any) -> Any:
+    ids = torch.randint(0, 1280, (2, 17), generator=torch.Generator().manual_seed(next(batches)))
+    output = model(ids[:, :-1], torch.arange(16).expand(2, 16), None)
+
+    def loss(logits: torch.Tensor) -> Any:
+        value = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+        return value, {"loss": value.detach()}
+
+    return output, loss

@@ -1,0 +1,275 @@
+"""A piece of a conversion, executed: blocks of rows read, converted, checked and written."""
+
+from __future__ import annotations
+
+import os
+import traceback
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kimi_bridge.conversion.fixed_point import count_loose_groups
+from kimi_bridge.conversion.jobs import (
+    Copy,
+    CopyInt4,
+    Dequantize,
+    Findings,
+    Job,
+    Piece,
+    Quantize,
+    Region,
+    Reply,
+    Triplet,
+)
+from kimi_bridge.errors import CheckpointError, KimiBridgeError
+from kimi_bridge.int4 import Int4Scheme, Int4Weight, dequantize, quantize, requantize
+
+# Of output, at a time. Memory that stays in use is cheap; fresh memory is not.
+_BLOCK_BYTES = 1 << 23
+
+RESUME = "run the same command again to go on, finished shards are kept"
+
+
+def answer(piece: Piece) -> Reply:
+    """Executes a piece; whatever goes wrong is in the reply."""
+    try:
+        with torch.no_grad():
+            return Reply(piece.shard, piece.nbytes, _execute(piece))
+    except KimiBridgeError as error:
+        return Reply(piece.shard, error=str(error))
+    except OSError as error:
+        return Reply(piece.shard, error=plain(error, piece.path))
+    except Exception:
+        return Reply(piece.shard, error=f"A worker failed at {piece.shard}.", bug=traceback.format_exc())
+
+
+def plain(error: OSError, path: str | Path) -> str:
+    """One sentence for an error of the operating system."""
+    return f"{error.filename or path}: {error.strerror or error}; make room, or check the disk, and {RESUME}."
+
+
+def create(path: str | Path, header: bytes, size: int) -> None:
+    """Makes a shard with its header and holes for data, in place of one of an earlier run."""
+    Path(path).unlink(missing_ok=True)
+    with Path(path).open("xb") as file:
+        file.write(header)
+        file.truncate(size)
+
+
+def seal(path: str | Path, final: str | Path) -> None:
+    """Waits until a shard is on the disk, and gives it its name."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    Path(path).replace(final)
+
+
+def _execute(piece: Piece) -> Findings:
+    if piece.header is None:
+        return _write_jobs(piece, piece.path)
+    # Ray may start a task again while a node that it believes dead still works on it.
+    path = f"{piece.path}.{uuid.uuid4().hex}"
+    try:
+        create(path, piece.header, piece.size)
+        findings = _write_jobs(piece, path)
+        seal(path, piece.final)
+    finally:
+        Path(path).unlink(missing_ok=True)
+    return findings
+
+
+def _write_jobs(piece: Piece, path: str) -> Findings:
+    findings = Findings()
+    with ExitStack() as stack:
+        files = _Files(stack)
+        target = _Target(path, stack)
+        for job, offsets in piece.jobs:
+            _write_job(job, files, target, offsets, piece.scheme, piece.verify, findings)
+    return findings
+
+
+def _write_job(
+    job: Job,
+    files: _Files,
+    target: _Target,
+    offsets: tuple[int, ...],
+    scheme: Int4Scheme,
+    verify: bool,
+    findings: Findings,
+) -> None:
+    if isinstance(job, Copy):
+        _copy(job.source, files, target, offsets[0])
+        return
+    loose = groups = 0
+    for block in _blocks(job, files, target, offsets, scheme):
+        if not block.scale.isfinite().all():
+            raise CheckpointError(
+                f"{job.name}: its scales hold NaN or Inf: download the damaged file again, and {RESUME}."
+            )
+        if verify:
+            loose += count_loose_groups(block, scheme)
+            groups += block.scale.numel()
+    if verify:
+        findings.add_weight(job.name, loose, groups)
+
+
+def _copy(source: Region, files: _Files, target: _Target, offset: int) -> None:
+    for done in range(0, source.nbytes, _BLOCK_BYTES):
+        part = Region(source.path, source.offset + done, min(_BLOCK_BYTES, source.nbytes - done))
+        target.write(files.read(part, "copy"), offset + done)
+
+
+def _blocks(
+    job: CopyInt4 | Dequantize | Quantize,
+    files: _Files,
+    target: _Target,
+    offsets: tuple[int, ...],
+    scheme: Int4Scheme,
+) -> Iterator[Int4Weight]:
+    """Writes a weight, and yields its blocks of rows in INT4: those read, or those written."""
+    if isinstance(job, Quantize):
+        yield from _quantize(job, files, target, offsets, scheme)
+        return
+    source = job.source
+    _check_shape(job.name, source, files)
+    values = source.scale_dtype.itemsize * source.columns
+    if isinstance(job, CopyInt4):
+        target.write(files.read(source.shape, "shape"), offsets[2])
+    for start, stop in _row_blocks(source.rows, values):
+        block = _read_int4(source, files, start, stop)
+        if isinstance(job, CopyInt4):
+            _write_int4(block, target, offsets, start)
+        else:
+            out = _buffer("values", (stop - start) * values).view(source.scale_dtype)
+            dequantize(block, source.scale_dtype, out=out.view(block.shape))
+            target.write(out, offsets[0] + start * values)
+        yield block
+
+
+def _quantize(
+    job: Quantize, files: _Files, target: _Target, offsets: tuple[int, ...], scheme: Int4Scheme
+) -> Iterator[Int4Weight]:
+    row_bytes = job.columns * job.dtype.itemsize
+    if job.reference is not None:
+        _check_shape(f"{job.name} of the reference", job.reference, files)
+    target.write(torch.tensor([job.rows, job.columns], dtype=job.shape_dtype), offsets[2])
+    for start, stop in _row_blocks(job.rows, row_bytes):
+        part = Region(job.source.path, job.source.offset + start * row_bytes, (stop - start) * row_bytes)
+        weight = files.read(part, "values").view(job.dtype).view(stop - start, job.columns)
+        try:
+            if job.reference is None:
+                block = quantize(weight, scheme)
+            else:
+                block = requantize(weight, _read_int4(job.reference, files, start, stop), scheme)
+        except KimiBridgeError as error:
+            raise CheckpointError(f"{job.name}, rows {start} to {stop - 1}: {error}") from error
+        _write_int4(block, target, offsets, start)
+        yield block
+
+
+def _check_shape(name: str, triplet: Triplet, files: _Files) -> None:
+    stated = files.read(triplet.shape, "shape").view(triplet.shape_dtype).tolist()
+    if stated != [triplet.rows, triplet.columns]:
+        raise CheckpointError(
+            f"{name}: weight_shape holds {stated}, but the packed codes are of shape "
+            f"{[triplet.rows, triplet.columns]}; the file is damaged: download it again, and {RESUME}."
+        )
+
+
+def _read_int4(triplet: Triplet, files: _Files, start: int, stop: int) -> Int4Weight:
+    rows = stop - start
+    packed, scale = (
+        files.read(_rows_of(region, triplet.rows, start, stop), key)
+        for region, key in ((triplet.packed, "packed"), (triplet.scale, "scale"))
+    )
+    return Int4Weight(
+        packed.view(torch.int32).view(rows, -1),
+        scale.view(triplet.scale_dtype).view(rows, -1),
+        (rows, triplet.columns),
+    )
+
+
+def _write_int4(block: Int4Weight, target: _Target, offsets: tuple[int, ...], start: int) -> None:
+    for tensor, offset in ((block.packed, offsets[0]), (block.scale, offsets[1])):
+        target.write(tensor, offset + start * tensor.shape[1] * tensor.itemsize)
+
+
+def _rows_of(region: Region, rows: int, start: int, stop: int) -> Region:
+    row_bytes = region.nbytes // rows
+    return Region(region.path, region.offset + start * row_bytes, (stop - start) * row_bytes)
+
+
+def _row_blocks(rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
+    step = max(1, _BLOCK_BYTES // row_bytes)
+    for start in range(0, rows, step):
+        yield start, min(start + step, rows)
+
+
+_BUFFERS: dict[str, Tensor] = {}
+
+
+def _buffer(key: str, nbytes: int) -> Tensor:
+    """uint8 `[nbytes]`, the same memory at every call with the same key."""
+    held = _BUFFERS.get(key)
+    if held is None or held.numel() < nbytes:
+        held = _BUFFERS[key] = torch.empty(nbytes, dtype=torch.uint8)
+    return held[:nbytes]
+
+
+class _Files:
+    """Source files, each opened once a piece. Reads into buffers: a mapped file would count as memory."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._descriptors: dict[str, int] = {}
+
+    def read(self, region: Region, key: str) -> Tensor:
+        """uint8: the bytes of a region, in the buffer `key`."""
+        data = _buffer(key, region.nbytes)
+        view, offset = memoryview(data.numpy()), region.offset
+        try:
+            while view:
+                count = os.preadv(self._descriptor(region.path), [view], offset)
+                if not count:
+                    raise CheckpointError(
+                        f"{region.path} is truncated: it ends at {offset:,} bytes, amid a tensor; "
+                        f"download it again, and {RESUME}."
+                    )
+                view, offset = view[count:], offset + count
+        except OSError as error:
+            raise CheckpointError(
+                f"{region.path} cannot be read ({error.strerror}): check the disk, and {RESUME}."
+            ) from error
+        return data
+
+    def _descriptor(self, path: str) -> int:
+        descriptor = self._descriptors.get(path)
+        if descriptor is None:
+            descriptor = self._descriptors[path] = os.open(path, os.O_RDONLY)
+            self._stack.callback(os.close, descriptor)
+        return descriptor
+
+
+class _Target:
+    """The shard that is written to."""
+
+    def __init__(self, path: str, stack: ExitStack) -> None:
+        self._path = path
+        self._descriptor = os.open(path, os.O_WRONLY)
+        stack.callback(os.close, self._descriptor)
+
+    def write(self, tensor: Tensor, offset: int) -> None:
+        """Writes the bytes of a contiguous tensor."""
+        view = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+        try:
+            while view:
+                count = os.pwrite(self._descriptor, view, offset)
+                view, offset = view[count:], offset + count
+        except OSError as error:
+            raise CheckpointError(plain(error, self._path)) from error

@@ -1,0 +1,31 @@
+"""A worker process: `python -m kimi_bridge.conversion.worker`, pieces in on stdin, replies out on stdout.
+
+A process of its own program and not of multiprocessing: it does not import the caller's script again, and
+it ends by itself when the caller is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+
+from kimi_bridge.conversion.execute import answer
+
+
+def main() -> None:
+    """Answers pieces until stdin ends."""
+    # Whatever else is printed goes to stderr: stdout is for replies.
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    while True:
+        try:
+            piece = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        pickle.dump(answer(piece), replies)
+        replies.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
-from kimi_bridge.conversion.execute import RESUME, answer
+from kimi_bridge.conversion.execute import answer
 from kimi_bridge.conversion.jobs import Piece, Reply
+from kimi_bridge.conversion.storage import RESUME
 from kimi_bridge.errors import CheckpointError
 
 # A node that dies takes its tasks along: each starts again elsewhere.

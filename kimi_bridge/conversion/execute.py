@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from kimi_bridge.conversion.fixed_point import count_loose_groups
 from kimi_bridge.conversion.jobs import (
@@ -25,13 +24,12 @@ from kimi_bridge.conversion.jobs import (
     Reply,
     Triplet,
 )
+from kimi_bridge.conversion.storage import RESUME, Files, Target, buffer, plain
 from kimi_bridge.errors import CheckpointError, KimiBridgeError
 from kimi_bridge.int4 import Int4Scheme, Int4Weight, dequantize, quantize, requantize
 
 # Of output, at a time. Memory that stays in use is cheap; fresh memory is not.
 _BLOCK_BYTES = 1 << 23
-
-RESUME = "run the same command again to go on, finished shards are kept"
 
 
 def answer(piece: Piece) -> Reply:
@@ -45,11 +43,6 @@ def answer(piece: Piece) -> Reply:
         return Reply(piece.shard, error=plain(error, piece.path))
     except Exception:
         return Reply(piece.shard, error=f"A worker failed at {piece.shard}.", bug=traceback.format_exc())
-
-
-def plain(error: OSError, path: str | Path) -> str:
-    """One sentence for an error of the operating system."""
-    return f"{error.filename or path}: {error.strerror or error}; make room, or check the disk, and {RESUME}."
 
 
 def create(path: str | Path, header: bytes, size: int) -> None:
@@ -87,8 +80,8 @@ def _execute(piece: Piece) -> Findings:
 def _write_jobs(piece: Piece, path: str) -> Findings:
     findings = Findings()
     with ExitStack() as stack:
-        files = _Files(stack)
-        target = _Target(path, stack)
+        files = Files(stack)
+        target = Target(path, stack)
         for job, offsets in piece.jobs:
             _write_job(job, files, target, offsets, piece.scheme, piece.verify, findings)
     return findings
@@ -96,8 +89,8 @@ def _write_jobs(piece: Piece, path: str) -> Findings:
 
 def _write_job(
     job: Job,
-    files: _Files,
-    target: _Target,
+    files: Files,
+    target: Target,
     offsets: tuple[int, ...],
     scheme: Int4Scheme,
     verify: bool,
@@ -119,16 +112,16 @@ def _write_job(
         findings.add_weight(job.name, loose, groups)
 
 
-def _copy(source: Region, files: _Files, target: _Target, offset: int) -> None:
+def _copy(source: Region, files: Files, target: Target, offset: int) -> None:
     for done in range(0, source.nbytes, _BLOCK_BYTES):
         part = Region(source.path, source.offset + done, min(_BLOCK_BYTES, source.nbytes - done))
-        target.write(files.read(part, "copy"), offset + done)
+        target.write(files.read(part, "copy", offset + done), offset + done)
 
 
 def _blocks(
     job: CopyInt4 | Dequantize | Quantize,
-    files: _Files,
-    target: _Target,
+    files: Files,
+    target: Target,
     offsets: tuple[int, ...],
     scheme: Int4Scheme,
 ) -> Iterator[Int4Weight]:
@@ -146,14 +139,15 @@ def _blocks(
         if isinstance(job, CopyInt4):
             _write_int4(block, target, offsets, start)
         else:
-            out = _buffer("values", (stop - start) * values).view(source.scale_dtype)
+            offset = offsets[0] + start * values
+            out = buffer("values", (stop - start) * values, offset).view(source.scale_dtype)
             dequantize(block, source.scale_dtype, out=out.view(block.shape))
-            target.write(out, offsets[0] + start * values)
+            target.write(out, offset)
         yield block
 
 
 def _quantize(
-    job: Quantize, files: _Files, target: _Target, offsets: tuple[int, ...], scheme: Int4Scheme
+    job: Quantize, files: Files, target: Target, offsets: tuple[int, ...], scheme: Int4Scheme
 ) -> Iterator[Int4Weight]:
     row_bytes = job.columns * job.dtype.itemsize
     if job.reference is not None:
@@ -173,7 +167,7 @@ def _quantize(
         yield block
 
 
-def _check_shape(name: str, triplet: Triplet, files: _Files) -> None:
+def _check_shape(name: str, triplet: Triplet, files: Files) -> None:
     stated = files.read(triplet.shape, "shape").view(triplet.shape_dtype).tolist()
     if stated != [triplet.rows, triplet.columns]:
         raise CheckpointError(
@@ -182,7 +176,7 @@ def _check_shape(name: str, triplet: Triplet, files: _Files) -> None:
         )
 
 
-def _read_int4(triplet: Triplet, files: _Files, start: int, stop: int) -> Int4Weight:
+def _read_int4(triplet: Triplet, files: Files, start: int, stop: int) -> Int4Weight:
     rows = stop - start
     packed, scale = (
         files.read(_rows_of(region, triplet.rows, start, stop), key)
@@ -195,7 +189,7 @@ def _read_int4(triplet: Triplet, files: _Files, start: int, stop: int) -> Int4We
     )
 
 
-def _write_int4(block: Int4Weight, target: _Target, offsets: tuple[int, ...], start: int) -> None:
+def _write_int4(block: Int4Weight, target: Target, offsets: tuple[int, ...], start: int) -> None:
     for tensor, offset in ((block.packed, offsets[0]), (block.scale, offsets[1])):
         target.write(tensor, offset + start * tensor.shape[1] * tensor.itemsize)
 
@@ -209,67 +203,3 @@ def _row_blocks(rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
     step = max(1, _BLOCK_BYTES // row_bytes)
     for start in range(0, rows, step):
         yield start, min(start + step, rows)
-
-
-_BUFFERS: dict[str, Tensor] = {}
-
-
-def _buffer(key: str, nbytes: int) -> Tensor:
-    """uint8 `[nbytes]`, the same memory at every call with the same key."""
-    held = _BUFFERS.get(key)
-    if held is None or held.numel() < nbytes:
-        held = _BUFFERS[key] = torch.empty(nbytes, dtype=torch.uint8)
-    return held[:nbytes]
-
-
-class _Files:
-    """Source files, each opened once a piece. Reads into buffers: a mapped file would count as memory."""
-
-    def __init__(self, stack: ExitStack) -> None:
-        self._stack = stack
-        self._descriptors: dict[str, int] = {}
-
-    def read(self, region: Region, key: str) -> Tensor:
-        """uint8: the bytes of a region, in the buffer `key`."""
-        data = _buffer(key, region.nbytes)
-        view, offset = memoryview(data.numpy()), region.offset
-        try:
-            while view:
-                count = os.preadv(self._descriptor(region.path), [view], offset)
-                if not count:
-                    raise CheckpointError(
-                        f"{region.path} is truncated: it ends at {offset:,} bytes, amid a tensor; "
-                        f"download it again, and {RESUME}."
-                    )
-                view, offset = view[count:], offset + count
-        except OSError as error:
-            raise CheckpointError(
-                f"{region.path} cannot be read ({error.strerror}): check the disk, and {RESUME}."
-            ) from error
-        return data
-
-    def _descriptor(self, path: str) -> int:
-        descriptor = self._descriptors.get(path)
-        if descriptor is None:
-            descriptor = self._descriptors[path] = os.open(path, os.O_RDONLY)
-            self._stack.callback(os.close, descriptor)
-        return descriptor
-
-
-class _Target:
-    """The shard that is written to."""
-
-    def __init__(self, path: str, stack: ExitStack) -> None:
-        self._path = path
-        self._descriptor = os.open(path, os.O_WRONLY)
-        stack.callback(os.close, self._descriptor)
-
-    def write(self, tensor: Tensor, offset: int) -> None:
-        """Writes the bytes of a contiguous tensor."""
-        view = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
-        try:
-            while view:
-                count = os.pwrite(self._descriptor, view, offset)
-                view, offset = view[count:], offset + count
-        except OSError as error:
-            raise CheckpointError(plain(error, self._path)) from error

@@ -9,6 +9,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe import moe_utils
+from torch.overrides import TorchFunctionMode
 
 from kimi_bridge.megatron.spec import direct_query_block_spec
 
@@ -29,6 +30,21 @@ class CausalAttention(MegatronModule):
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
+class CudaMeansCpu(TorchFunctionMode):
+    """Megatron's optimizer and pipeline schedule expect CUDA of a few scalars and type names."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if func is torch.Tensor.cuda:
+            return args[0]
+        result = func(*args, **kwargs)
+        if func is torch.Tensor.type and isinstance(result, str):
+            return result.replace("torch.", "torch.cuda.")
+        return result
+
+
 def log_probabilities(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """[batch, sequence] -> [batch, sequence, vocabulary], float32."""
     positions = torch.arange(ids.shape[1]).expand(ids.shape)
@@ -43,6 +59,8 @@ def local_spec_provider(provider: Any, dtype: torch.dtype | None = None) -> None
     # Recomputation saves and restores CUDA's random state; there is only the CPU's here.
     random._get_cuda_rng_state = lambda **_kwargs: None
     random._set_cuda_rng_state = lambda *_args, **_kwargs: None
+    # DDP asks which stream it is on, to wait for it.
+    torch.cuda.current_stream = lambda *_args, **_kwargs: None
     provider.transformer_layer_spec = _local_spec
     provider.moe_grouped_gemm = False
     provider.moe_permute_fusion = False

@@ -16,7 +16,7 @@ from kimi_bridge.int4 import KIMI_QAT, dequantize, requantize
 from kimi_bridge.megatron import jobs, runtime, transfer
 from kimi_bridge.megatron.runtime import Layout
 from kimi_bridge.megatron.shards import local_shards
-from tests.megatron.forward import local_spec_provider, log_probabilities
+from tests.megatron.forward import CudaMeansCpu, local_spec_provider, log_probabilities
 from tests.megatron.ranks import join
 from tests.megatron.reference import reference_model
 
@@ -394,11 +394,10 @@ def qat_main_grad(src: str, layout: Layout) -> dict[str, Any]:
     model = [DistributedDataParallel(config, ddp_config, chunk) for chunk in model]
     report = kimi.enable_fake_int4(model)
     # The fused optimizer is a CUDA kernel; the distributed one around it is Megatron's own.
-    megatron_optimizer.SGD = torch.optim.SGD
-    settings = OptimizerConfig(
-        optimizer="sgd", lr=0.5, bf16=True, use_distributed_optimizer=True, clip_grad=0.0
-    )
-    optimizer = get_megatron_optimizer(settings, model)
+    megatron_optimizer.USING_PYTORCH_OPTIMIZER = True
+    settings = OptimizerConfig(lr=1e-3, bf16=True, use_distributed_optimizer=True, clip_grad=0.0)
+    with CudaMeansCpu():
+        optimizer = get_megatron_optimizer(settings, model)
     results = []
     for _ in range(3):
         for chunk in model:
@@ -408,7 +407,8 @@ def qat_main_grad(src: str, layout: Layout) -> dict[str, Any]:
         model[0].finish_grad_sync()
         filled = sum(p.main_grad.abs().sum().item() > 0 for n, p in experts_of(model))
         before = {n: p.detach().clone() for n, p in experts_of(model)}
-        optimizer.step()
+        with CudaMeansCpu():
+            optimizer.step()
         moved = sum(not torch.equal(p, before[n]) for n, p in experts_of(model))
         results.append((filled, moved))
     with torch.no_grad():
@@ -473,15 +473,16 @@ def qat_pipeline(src: str, layout: Layout) -> dict[str, Any]:
 
     def gradients() -> tuple[list[float], dict[str, torch.Tensor]]:
         model[0].zero_grad(set_to_none=True)
-        losses = get_forward_backward_func()(
-            forward_step_func=pipeline_step,
-            data_iterator=iter(range(4)),
-            model=model,
-            num_microbatches=4,
-            seq_length=16,
-            micro_batch_size=2,
-            forward_only=False,
-        )
+        with CudaMeansCpu():
+            losses = get_forward_backward_func()(
+                forward_step_func=pipeline_step,
+                data_iterator=iter(range(4)),
+                model=model,
+                num_microbatches=4,
+                seq_length=16,
+                micro_batch_size=2,
+                forward_only=False,
+            )
         found = {n: p.grad.clone() for n, p in model[0].named_parameters() if p.grad is not None}
         return [entry["loss"].item() for entry in losses], found
 

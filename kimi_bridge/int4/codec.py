@@ -13,6 +13,7 @@ that was rounded up can make a value Inf; the server would compute the same.
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -153,7 +154,8 @@ def requantize(weight: Tensor, reference: Int4Weight, scheme: Int4Scheme) -> Int
     """
     _check_weight(weight, scheme)
     _check_reference(weight, reference, scheme)
-    packed, scale = torch.empty_like(reference.packed), torch.empty_like(reference.scale)
+    packed = weight.new_empty(_packed_shape(weight), dtype=torch.int32)
+    scale = weight.new_empty(_scale_shape(weight, scheme))
     _kernels(weight.device).requantize(weight, reference.packed, reference.scale, scheme, packed, scale)
     _check_finite(scale, scheme)
     return Int4Weight(packed, scale, reference.shape)
@@ -187,10 +189,7 @@ def served_values(
     """
     out = weights[0].new_empty((len(weights), *weights[0].shape))
     kernels = _kernels(out.device)
-    for weight, reference in zip(weights, references, strict=True):
-        _check_weight(weight, scheme)
-        if reference is not None:
-            _check_reference(weight, reference, scheme)
+    _check_alike(weights, references, scheme)
     if kernels is not torch_kernels:
         kernels.served_values(weights, references, scheme, out)
         return out
@@ -204,6 +203,9 @@ def served_values(
 
 def _check_finite(scale: Tensor, scheme: Int4Scheme) -> None:
     """Raise Int4Error for the first group whose fresh scale says that it held NaN or Inf."""
+    # One pass over the scales; a sum that overflows is looked at again.
+    if math.isfinite(float(scale.sum(dtype=torch.float32))):
+        return
     finite = scale.isfinite()
     if finite.all():
         return
@@ -242,6 +244,21 @@ def _check_reference(weight: Tensor, reference: Int4Weight, scheme: Int4Scheme) 
             "weight to the dtype of the scales first."
         )
     _check_device("reference", reference.packed, "weight", weight)
+
+
+def _check_alike(
+    weights: Sequence[Tensor], references: Sequence[Int4Weight | None], scheme: Int4Scheme
+) -> None:
+    first = weights[0]
+    _check_weight(first, scheme)
+    for weight, reference in zip(weights, references, strict=True):
+        if weight.shape != first.shape or weight.dtype != first.dtype or weight.device != first.device:
+            raise Int4Error(
+                f"One weight is {weight.dtype} {tuple(weight.shape)} on {weight.device}, the first is "
+                f"{first.dtype} {tuple(first.shape)} on {first.device}: pass matrices of one kind."
+            )
+        if reference is not None:
+            _check_reference(weight, reference, scheme)
 
 
 def _check_packed(packed: Tensor, shape: Sequence[int]) -> tuple[int, int]:

@@ -121,6 +121,20 @@ def test_a_change_in_one_group_of_many_blocks() -> None:
     assert same_weight(result, reference)
 
 
+def test_a_reference_with_other_strides() -> None:
+    reference = quantize(torch.randn(16, 128, generator=torch.Generator().manual_seed(9)).bfloat16(), RTN)
+    strided = Int4Weight(
+        reference.packed.t().contiguous().t(), reference.scale.t().contiguous().t(), reference.shape
+    )
+    weight = dequantize(strided)
+    assert same_bits(weight, dequantize(reference))
+    assert same_weight(requantize(weight, strided, KIMI_QAT), reference)
+    weight[:, :32] *= 1.5
+    expected = requantize(weight, reference, KIMI_QAT)
+    assert same_weight(requantize(weight, strided, KIMI_QAT), expected)
+    assert not same_weight(expected, reference)
+
+
 def test_a_parameter_is_as_good_as_a_tensor() -> None:
     reference = quantize(torch.randn(8, 64, generator=torch.Generator().manual_seed(8)).bfloat16(), RTN)
     weight = torch.nn.Parameter(dequantize(reference) * 1.5)

@@ -52,28 +52,32 @@ find_te_wheel() {
   return 1
 }
 
-find_nvcc() {
-  local candidate
-  for candidate in "${CUDA_HOME:+$CUDA_HOME/bin/nvcc}" nvcc /usr/local/cuda/bin/nvcc; do
-    if [ -n "$candidate" ] && command -v "$candidate" >/dev/null 2>&1; then command -v "$candidate"; return; fi
+# The toolkit's folder: nvcc on PATH may be a wrapper that lies elsewhere, so its headers decide.
+find_cuda() {
+  local candidate nvcc
+  nvcc=$(command -v nvcc || true)
+  for candidate in "${CUDA_HOME:-}" "${nvcc:+$(dirname "$(dirname "$(readlink -f "$nvcc")")")}" /usr/local/cuda \
+    /usr/local/cuda-13*; do
+    if [ -n "$candidate" ] && [ -x "$candidate/bin/nvcc" ] && [ -e "$candidate/include/crt/host_defines.h" ]; then
+      echo "$candidate"; return
+    fi
   done
   return 1
 }
 
 build_te_wheel() {
-  local nvcc site work
-  nvcc=$(find_nvcc) || fail "nvcc is needed to build Transformer Engine $te_version and was not found: install the CUDA 13 toolkit, or put a transformer_engine_torch wheel into wheels/."
-  say "no Transformer Engine wheel found: building one from source with $nvcc. This takes about ten minutes, once."
-  uv pip install --quiet --python "$venv" --constraint scripts/constraints.txt torch "transformer-engine-cu13==$te_version" \
-    setuptools wheel pybind11 ninja
+  local cuda site work
+  cuda=$(find_cuda) || fail "nvcc is needed to build Transformer Engine $te_version and was not found: install the CUDA 13 toolkit (or set CUDA_HOME), or put a transformer_engine_torch wheel into wheels/."
+  say "no Transformer Engine wheel found: building one from source with $cuda. This takes about ten minutes, once."
+  uv pip install --quiet --python "$venv" --constraint scripts/constraints.txt torch numpy \
+    "transformer-engine-cu13==$te_version" setuptools pybind11 ninja
   site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
   work=$(mktemp -d)
   trap 'rm -rf "$work"' EXIT
-  CUDA_HOME=$(dirname "$(dirname "$(readlink -f "$nvcc")")") NVTE_FRAMEWORK=pytorch \
+  CUDA_HOME=$cuda NVTE_FRAMEWORK=pytorch MAX_JOBS=${MAX_JOBS:-$(nproc)} PATH="$venv/bin:$PATH" \
     CPATH="$site/nvidia/cudnn/include:$site/nvidia/nccl/include:$site/nvidia/cu13/include${CPATH:+:$CPATH}" \
-    PATH="$venv/bin:$PATH" MAX_JOBS=${MAX_JOBS:-$(nproc)} \
-    "$venv/bin/python" -m pip wheel --quiet --no-build-isolation --no-deps --no-binary :all: \
-    --wheel-dir "$work" "transformer-engine-torch==$te_version" \
+    "$venv/bin/python" -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps \
+    --no-binary :all: --wheel-dir "$work" "transformer-engine-torch==$te_version" \
     || fail "Transformer Engine did not build: the compiler's message stands above."
   mkdir -p "$cache"
   mv "$work"/*.whl "$cache/"

@@ -209,11 +209,11 @@ class _Swap:
         self.module.forward = self.run
 
     def run(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The linear's forward. Between `_Enter` and `_Leave` its backward runs on the served values too."""
+        """The linear's forward; its backward finds the served values in place, too."""
         self.restore()
         backward = torch.is_grad_enabled() and hidden.requires_grad
         if backward:
-            hidden = _Leave.apply(hidden, self)
+            hidden = _InBackward.apply(hidden, self.restore)
         self.swap()
         try:
             result = self.forward(hidden, *args, **kwargs)
@@ -222,8 +222,8 @@ class _Swap:
         if not backward:
             return result
         if isinstance(result, tuple):
-            return _Enter.apply(result[0], self), *result[1:]
-        return _Enter.apply(result, self)
+            return _InBackward.apply(result[0], self.swap), *result[1:]
+        return _InBackward.apply(result, self.swap)
 
     @torch.no_grad()
     def swap(self) -> None:
@@ -243,29 +243,15 @@ class _Swap:
             self.masters = None
 
 
-class _Enter(torch.autograd.Function):
-    """Behind the linear: in backward, the first to run."""
+class _InBackward(torch.autograd.Function):
+    """Passes a tensor through, and does something when its gradient comes by."""
 
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, swap: _Swap) -> torch.Tensor:
-        ctx.swap = swap
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        ctx.swap.swap()
-        return gradient, None
-
-
-class _Leave(torch.autograd.Function):
-    """Before the linear: in backward, the last to run."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, swap: _Swap) -> torch.Tensor:
-        ctx.swap = swap
-        return hidden.view_as(hidden)
+    def forward(ctx: Any, tensor: torch.Tensor, action: Callable[[], None]) -> torch.Tensor:
+        ctx.action = action
+        return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        ctx.swap.restore()
+        ctx.action()
         return gradient, None

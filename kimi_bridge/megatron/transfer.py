@@ -81,14 +81,15 @@ def iter_int4_weights(
     stream.scheme, stream.bucket_bytes = scheme or stream.scheme, bucket_bytes
     bucket: list[tuple[str, torch.Tensor]] = []
     size = 0
-    for name, tensor in stream:
-        if bucket and size + tensor.nbytes > bucket_bytes:
+    with contextlib.closing(stream):
+        for name, tensor in stream:
+            if bucket and size + tensor.nbytes > bucket_bytes:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append((name, tensor))
+            size += tensor.nbytes
+        if bucket:
             yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
 
 
 def unwrap(models: list[Any]) -> list[Any]:

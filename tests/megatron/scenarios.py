@@ -47,6 +47,19 @@ def round_trip(src: str, dst: str, layout: Layout, spec: str = "te") -> None:
     kimi.export_checkpoint(bridge, model, dst)
 
 
+def padded_vocabulary(src: str, dst: str, layout: Layout) -> int:
+    """The round trip of a model whose embeddings have more rows than the checkpoint's."""
+    runtime.initialize(layout)
+    bridge = AutoBridge.from_hf_pretrained(src)
+    provider = bridge.to_megatron_provider(load_weights=False)
+    provider.should_pad_vocab, provider.make_vocab_size_divisible_by = True, 128
+    model = runtime.build_model(provider, layout)
+    poison_parameters(model)
+    kimi.load_checkpoint(bridge, model)
+    kimi.export_checkpoint(bridge, model, dst)
+    return model[0].module.embedding.word_embeddings.weight.shape[0]
+
+
 def through_megatron_checkpoint(src: str, megatron: str, dst: str, first: Layout, second: Layout) -> None:
     jobs.import_checkpoint(src, Path(megatron), first)
     jobs.export_megatron_checkpoint(src, Path(megatron), Path(dst), second)

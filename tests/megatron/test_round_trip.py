@@ -65,6 +65,15 @@ def test_virtual_pipeline_stages(ranks: Ranks, sources: dict[str, Path], tmp_pat
     assert_identical(sources["four_layers"], tmp_path / "out")
 
 
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2)], ids=str)
+def test_padded_vocabulary(layout: Layout, ranks: Ranks, tmp_path: Path) -> None:
+    # 1100 rows: padded to 1152, or to 2 x 640, where the last shard is nearly half padding.
+    synthesize_checkpoint(tmp_path / "src", overrides={"vocab_size": 1100})
+    rows = ranks.run("padded_vocabulary", src=str(tmp_path / "src"), dst=str(tmp_path / "out"), layout=layout)
+    assert rows == (640 if layout else 1152)
+    assert_identical(tmp_path / "src", tmp_path / "out")
+
+
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2, ep=2, etp=1)], ids=str)
 def test_local_spec(layout: Layout, ranks: Ranks, sources: dict[str, Path], tmp_path: Path) -> None:
     ranks.run("round_trip", src=str(sources["mixed"]), dst=str(tmp_path / "out"), layout=layout, spec="local")

@@ -97,7 +97,9 @@ def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
 def _parse(raw: Any) -> Int4Quantization:
     from compressed_tensors.quantization import QuantizationConfig
 
-    values = raw if isinstance(raw, dict) else raw.to_dict()
+    values = raw.to_dict() if hasattr(raw, "to_dict") else raw
+    if not isinstance(values, dict):
+        raise CheckpointError(f"quantization_config in config.json is no object but {values!r}: {SUPPORTED}.")
     method = values.get("quant_method", "compressed-tensors")
     if method != "compressed-tensors":
         raise CheckpointError(f"quantization_config has quant_method {method!r}: {SUPPORTED}.")

@@ -263,6 +263,8 @@ def resolve_checkpoint(path_or_hub_id: str | Path, revision: str | None = None) 
 
     Raises CheckpointError when it is neither a folder nor a hub id that can be downloaded.
     """
+    if not str(path_or_hub_id):
+        raise CheckpointError("An empty path was given: name the checkpoint's folder or its hub id.")
     folder = Path(path_or_hub_id).expanduser()
     if folder.is_dir():
         return folder

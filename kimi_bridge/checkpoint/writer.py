@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import tempfile
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -30,6 +32,7 @@ from kimi_bridge.errors import CheckpointError
 
 # The kernel writes at most 2 GiB in one call.
 _WRITE_BYTES = 1 << 30
+_STAGING = ".incomplete-"
 
 
 class TensorSpec(NamedTuple):
@@ -88,11 +91,14 @@ class CheckpointWriter:
         self._shards: dict[str, _Shard] = {}
         self._offsets: dict[str, int] = {}
         self._tmp: Path | None = None
+        self._lock_file: int | None = None
         self._created = missing_folders(self.dst)
         try:
             with plain_disk_errors(self.dst):
                 self.dst.mkdir(parents=True, exist_ok=True)
-                self._tmp = Path(tempfile.mkdtemp(prefix=".incomplete-", dir=self.dst))
+                _remove_stale(self.dst)
+                self._tmp = Path(tempfile.mkdtemp(prefix=_STAGING, dir=self.dst))
+                self._lock_file = _lock(self._tmp)
                 self._lay_out(self._tmp)
         except BaseException:
             self.abort()
@@ -143,11 +149,13 @@ class CheckpointWriter:
                 shard.descriptor = None
         for path in self._moved:
             path.unlink(missing_ok=True)
-        if self._created:
+        if self._tmp is not None:
+            shutil.rmtree(self._tmp, ignore_errors=True)
+        self._unlock()
+        # Another writer may have finished in the folder that this one made.
+        if self._created and not _weights_in(self.dst) and not list(self.dst.glob(f"{_STAGING}*")):
             shutil.rmtree(self.dst, ignore_errors=True)
             remove_empty(self._created[1:])
-        elif self._tmp is not None:
-            shutil.rmtree(self._tmp, ignore_errors=True)
 
     def __enter__(self) -> CheckpointWriter:
         return self
@@ -161,6 +169,11 @@ class CheckpointWriter:
         finally:
             if not self._finished:
                 self.abort()
+
+    def _unlock(self) -> None:
+        if self._lock_file is not None:
+            os.close(self._lock_file)
+            self._lock_file = None
 
     def _refuse_old_weights(self) -> None:
         old = _weights_in(self.dst)
@@ -212,6 +225,7 @@ class CheckpointWriter:
             return shard.descriptor
 
     def _publish(self) -> None:
+        self._refuse_old_weights()
         old = set(_weights_in(self.dst))
         # Without an index a reader finds numbered shards that do not belong together, and says so.
         (self.dst / INDEX_NAME).unlink(missing_ok=True)
@@ -230,7 +244,8 @@ class CheckpointWriter:
             )
             self._moved.append(self.dst / INDEX_NAME)
         if self._tmp is not None:
-            self._tmp.rmdir()
+            shutil.rmtree(self._tmp)
+        self._unlock()
         sync(self.dst)
 
 
@@ -297,6 +312,28 @@ def _seal(shard: _Shard) -> None:
         os.fsync(shard.descriptor)
         os.close(shard.descriptor)
         shard.descriptor = None
+
+
+def _lock(staging: Path) -> int:
+    """Held by the process that writes there, and released with it, however it ends."""
+    descriptor = os.open(staging / ".lock", os.O_CREAT | os.O_RDWR)
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return descriptor
+
+
+def _remove_stale(folder: Path) -> None:
+    """Removes what killed writers have left: their staging folders are as large as checkpoints."""
+    for staging in folder.glob(f"{_STAGING}*"):
+        if not staging.is_dir():
+            continue
+        with suppress(OSError):
+            descriptor = os.open(staging / ".lock", os.O_RDWR)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(staging)
+            finally:
+                os.close(descriptor)
 
 
 def _weights_in(folder: Path) -> list[Path]:

@@ -29,6 +29,7 @@ from transformers.configuration_utils import PretrainedConfig
 
 from kimi_bridge.errors import CheckpointError, KimiBridgeError
 from kimi_bridge.megatron import transfer
+from kimi_bridge.megatron.collective import on_every_rank
 from kimi_bridge.megatron.pretrained import KimiStateSource, install_source, use_pretrained_class
 from kimi_bridge.megatron.spec import direct_query_block_spec
 
@@ -237,10 +238,11 @@ def _check_coverage(bridge: KimiK25TextBridge, models: list[Any], source: KimiSt
         for weight in weights:
             expected.update((each, name) for each in _all_experts(weight, num_experts))
     if unmapped:
-        raise CheckpointError(
+        fault = (
             f"{_some(unmapped)}: no mapping to a checkpoint weight. The model has parameters that Kimi K2.5"
             " does not (a bias, another layer type?): build it from to_megatron_provider() unchanged."
         )
+        raise on_every_rank(CheckpointError(fault))
     if source is not None:
         _check_names(source, expected, tied=config.share_embeddings_and_output_weights)
 
@@ -252,16 +254,18 @@ def _check_names(source: KimiStateSource, expected: dict[str, str], tied: bool) 
         present.discard(f"{TEXT_PREFIX}lm_head.weight")
     missing = [name for name in expected if name not in present]
     if missing:
-        raise CheckpointError(
+        fault = (
             f"{_some(missing)}: missing from {source.path}, needed for {expected[missing[0]]}. Download the"
-            " checkpoint again, or check that the model has the checkpoint's layers and experts."
+            " checkpoint again, or check that the model has the checkpoint's layers, experts and MTP layers."
         )
+        raise on_every_rank(CheckpointError(fault))
     unused = [name for name in sorted(present) if name not in expected and not name.startswith(_VISION)]
     if unused:
-        raise CheckpointError(
+        fault = (
             f"{_some(unused)}: in {source.path}, but the model has no parameter for it. The checkpoint is of"
             " another model, or the provider was changed (num_layers?): truncate with `kimi-bridge truncate`."
         )
+        raise on_every_rank(CheckpointError(fault))
 
 
 _EXPERT = re.compile(r"(\.experts\.(?:local_experts\.|linear_fc\d\.(?:to_wrap\.)?weight))(\d+)")

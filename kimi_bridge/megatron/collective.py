@@ -55,6 +55,12 @@ def share_error(error: Exception | None) -> None:
     raise error
 
 
+def on_every_rank(error: KimiBridgeError) -> KimiBridgeError:
+    """Marks an error that all ranks raise by themselves, from what all of them know: one prints it."""
+    error.shared = True
+    return error
+
+
 def any_failed(failed: bool) -> bool:
     """Whether any rank says so. One small collective, for loops that go on together."""
     if world_size() == 1:

@@ -6,15 +6,20 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from secrets import token_hex
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import yaml
 from megatron.bridge import AutoBridge
 
+from kimi_bridge.checkpoint.files import plain_disk_errors
+from kimi_bridge.checkpoint.reader import CheckpointReader, resolve_checkpoint
 from kimi_bridge.errors import KimiBridgeError
 from kimi_bridge.megatron.collective import raise_together, rank
 from kimi_bridge.megatron.runtime import Layout, build_model, initialize
-from kimi_bridge.megatron.transfer import export_checkpoint
+from kimi_bridge.megatron.transfer import export_checkpoint, unwrap
 
 
 def import_checkpoint(hf_model: str, megatron_path: Path, layout: Layout, overwrite: bool = False) -> None:
@@ -28,10 +33,15 @@ def import_checkpoint(hf_model: str, megatron_path: Path, layout: Layout, overwr
             already at `megatron_path`.
     """
     initialize(layout)
-    with _atomic_folder(megatron_path, overwrite) as folder:
-        bridge = _bridge(hf_model)
+    with raise_together():
+        _check_destination(megatron_path, hf_model, overwrite)
+    bridge = _bridge(hf_model)
+    with _atomic_folder(megatron_path) as folder:
         model = build_model(bridge.to_megatron_provider(), layout)
-        save_megatron(bridge, model, folder)
+        try:
+            save_megatron(bridge, model, folder)
+        except OSError as error:
+            raise KimiBridgeError(f"{megatron_path} cannot be written ({error}): check the disk.") from error
 
 
 def export_megatron_checkpoint(
@@ -48,6 +58,12 @@ def export_megatron_checkpoint(
     groups are taken from it.
     """
     initialize(layout)
+    with raise_together():
+        latest_iteration(megatron_path)
+        if not overwrite and (next(hf_path.glob("*.safetensors"), None) is not None):
+            raise KimiBridgeError(
+                f"{hf_path} already holds weights: choose another --hf-path, or pass --overwrite."
+            )
     bridge = _bridge(hf_model)
     model = build_model(bridge.to_megatron_provider(load_weights=False), layout)
     load_megatron(model, megatron_path)
@@ -67,24 +83,34 @@ def load_megatron(model: list[torch.nn.Module], path: Path) -> None:
     """Loads a Megatron checkpoint, saved in whatever layout, into this rank's model chunks.
 
     Raises:
-        KimiBridgeError: no checkpoint there, or one whose parameters are not the model's.
+        KimiBridgeError: no checkpoint there, a damaged one, or one of another model.
     """
     from megatron.bridge.training.checkpointing import _load_model_weights_from_checkpoint
-    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from torch.distributed.checkpoint.api import CheckpointException
 
-    folder = latest_iteration(path)
+    with raise_together():
+        folder = latest_iteration(path)
+        _check_same_model(folder, unwrap(model)[0].config)
     try:
         # "raise_all": a parameter that the file lacks, or the other way round, is an error.
         _load_model_weights_from_checkpoint(str(folder), model, dist_ckpt_strictness="raise_all")
-    except CheckpointingException as error:
-        raise KimiBridgeError(f"{folder} does not fit the model of --hf-model: {error}") from error
+    # CheckpointException is no Exception. Of the others any may come from a damaged file.
+    except (Exception, CheckpointException) as error:
+        reason = " ".join((str(error).strip().splitlines() or [type(error).__name__])[-1].split())
+        raise KimiBridgeError(
+            f"{folder} cannot be loaded ({reason[:300]}): it is damaged, or of another model than --hf-model."
+        ) from error
 
 
 def latest_iteration(path: Path) -> Path:
     """The folder of the last iteration of a Megatron checkpoint (or `path`, if it is one itself)."""
     if (path / "metadata.json").is_file():
         return path
-    iterations = [folder for folder in path.glob("iter_*") if (folder / "metadata.json").is_file()]
+    iterations = [
+        folder
+        for folder in path.glob("iter_*")
+        if folder.name.removeprefix("iter_").isdigit() and (folder / "metadata.json").is_file()
+    ]
     if not iterations:
         raise KimiBridgeError(
             f"{path} holds no Megatron checkpoint (no iter_*/metadata.json): check --megatron-path."
@@ -92,31 +118,72 @@ def latest_iteration(path: Path) -> Path:
     return max(iterations, key=lambda folder: int(folder.name.removeprefix("iter_")))
 
 
+# What makes two models have other tensors. Megatron forgives another vocabulary, and pads with zeros.
+_SHAPES = (
+    "num_layers hidden_size vocab_size num_moe_experts ffn_hidden_size moe_ffn_hidden_size"
+    " num_attention_heads q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim moe_layer_freq"
+).split()
+
+
+def _check_same_model(folder: Path, config: Any) -> None:
+    settings = folder / "run_config.yaml"
+    if not settings.is_file():
+        return
+    saved = yaml.safe_load(settings.read_text()).get("model", {})
+    differences = [
+        f"{name} is {saved[name]}, of --hf-model {getattr(config, name)}"
+        for name in _SHAPES
+        if name in saved and saved[name] != getattr(config, name, None)
+    ]
+    if differences:
+        raise KimiBridgeError(f"{folder} is of another model: {'; '.join(differences)}.")
+
+
 def _bridge(hf_model: str) -> AutoBridge:
     with raise_together():
+        folder = resolve_checkpoint(hf_model)
+        # Before Megatron-Bridge, which tries a folder that is wrong four times and says why at length.
+        CheckpointReader(folder).check()
         return AutoBridge.from_hf_pretrained(hf_model)
 
 
-@contextmanager
-def _atomic_folder(path: Path, overwrite: bool) -> Iterator[Path]:
-    """A folder beside `path` that takes its place when the block succeeds and goes when it does not."""
-    staging = path.parent / f".{path.name}.incomplete"
-    with raise_together():
-        if path.exists() and not overwrite and (not path.is_dir() or any(path.iterdir())):
+def _check_destination(path: Path, hf_model: str, overwrite: bool) -> None:
+    """Refuses a --megatron-path that `_atomic_folder` could not replace, or should not."""
+    target, source = path.resolve(), Path(hf_model).expanduser().resolve()
+    for precious in (source, Path.cwd()):
+        if precious == target or target in precious.parents:
+            raise KimiBridgeError(
+                f"--megatron-path {path} holds {precious}: choose a folder of its own for the result."
+            )
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise KimiBridgeError(f"{path} is a file or a link: choose another --megatron-path.")
+    if path.is_dir() and any(path.iterdir()):
+        if not overwrite:
             raise KimiBridgeError(
                 f"{path} already exists: choose another --megatron-path, or pass --overwrite."
             )
+        if not (path / "latest_checkpointed_iteration.txt").is_file():
+            raise KimiBridgeError(f"{path} is no Megatron checkpoint, so it is not replaced: choose another.")
+
+
+@contextmanager
+def _atomic_folder(path: Path) -> Iterator[Path]:
+    """A folder beside `path` that takes its place when the block succeeds and goes when it does not."""
+    names = [f".{path.name}.{token_hex(4)}"]
+    dist.broadcast_object_list(names, src=0)
+    staging, old = (path.absolute().parent / f"{names[0]}.{what}" for what in ("incomplete", "old"))
+    with raise_together(), plain_disk_errors(staging):
         if rank() == 0:
-            shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
     try:
         yield staging
         dist.barrier()
-        with raise_together():
+        with raise_together(), plain_disk_errors(path):
             if rank() == 0:
                 if path.exists():
-                    shutil.rmtree(path)
+                    path.rename(old)
                 staging.rename(path)
+                shutil.rmtree(old, ignore_errors=True)
     finally:
         if rank() == 0:
             shutil.rmtree(staging, ignore_errors=True)

@@ -20,6 +20,7 @@ from megatron.bridge.models.model_provider import ModelProviderMixin
 from megatron.core import parallel_state
 
 from kimi_bridge.errors import KimiBridgeError
+from kimi_bridge.megatron.collective import on_every_rank
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,11 @@ def configure(provider: Any, layout: Layout) -> Any:
 
     A number of layers that the pipeline stages do not divide (Kimi K2.5 has 61) goes to the first stage.
     Returns the finalized provider.
+
+    Raises:
+        KimiBridgeError: heads, experts or layers that the layout does not divide.
     """
+    _check_model(provider, layout)
     provider.tensor_model_parallel_size = layout.tp
     provider.pipeline_model_parallel_size = layout.pp
     provider.expert_model_parallel_size = layout.ep
@@ -186,26 +191,45 @@ def _backend() -> str:
 
 
 def _check_fits(layout: Layout, world_size: int) -> None:
+    if layout.vp is not None and layout.pp == 1:
+        fault = f"VP {layout.vp} needs pipeline stages: use --pp 2 or more, or leave --vp out."
+        raise on_every_rank(KimiBridgeError(fault))
     dense, expert = layout.tp * layout.pp, (layout.etp or layout.tp) * layout.ep * layout.pp
     for name, ranks in (("TP x PP", dense), ("expert TP x EP x PP", expert)):
         if world_size % ranks:
-            raise KimiBridgeError(
+            fault = (
                 f"{layout} does not fit {world_size} process(es): {name} = {ranks} must divide their number."
                 f" Start torchrun with --nproc_per_node {max(dense, expert)}, or use a smaller layout."
             )
+            raise on_every_rank(KimiBridgeError(fault))
+
+
+def _check_model(provider: Any, layout: Layout) -> None:
+    heads, experts, topk = (
+        provider.num_attention_heads,
+        provider.num_moe_experts or 0,
+        provider.moe_router_topk,
+    )
+    fault = None
+    if heads % layout.tp:
+        fault = f"{heads} attention heads do not divide over TP {layout.tp}: use a --tp that divides them."
+    elif experts % layout.ep:
+        fault = f"{experts} experts do not divide over EP {layout.ep}: use an --ep that divides them."
+    elif experts and topk > experts:
+        fault = f"config.json routes each token to {topk} of {experts} experts: correct num_experts_per_tok."
+    if fault:
+        raise on_every_rank(KimiBridgeError(fault))
 
 
 def _layers_of_first_stage(num_layers: int, layout: Layout) -> int:
     """The size of the first stage that leaves equal ones and is nearest to them."""
     if layout.vp is not None:
-        raise KimiBridgeError(
-            f"{num_layers} layers do not divide into {layout.pp} x {layout.vp} virtual stages:"
-            " leave --vp out, or set pipeline_model_parallel_layout on the provider yourself."
-        )
+        stages = f"{layout.pp} x {layout.vp} virtual stages"
+        fault = f"{num_layers} layers do not divide into {stages}: leave --vp out."
+        raise on_every_rank(KimiBridgeError(fault))
     if num_layers < layout.pp:
-        raise KimiBridgeError(
-            f"{num_layers} layers cannot fill {layout.pp} pipeline stages: use a smaller --pp."
-        )
+        fault = f"{num_layers} layers cannot fill {layout.pp} pipeline stages: use a smaller --pp."
+        raise on_every_rank(KimiBridgeError(fault))
     floor = num_layers // layout.pp
     choices = [num_layers - per_stage * (layout.pp - 1) for per_stage in (floor, floor + 1)]
     return min((first for first in choices if first > 0), key=lambda first: abs(first - floor))

@@ -159,9 +159,6 @@ def save(stream: WeightStream, reader: CheckpointReader, dst: Path, overwrite: b
             if rank() == 0:
                 specs = [*stream.specs, *(_spec(reader, name) for name in others)]
                 writer = stack.enter_context(CheckpointWriter(dst, specs, overwrite=overwrite))
-                copy_artifacts(reader.path, dst)
-                if stream.weight_dtype is not None:
-                    write_json(dst / "config.json", without_quantization(reader.config_dict))
         try:
             for name, tensor in stream:
                 if writer is not None:
@@ -172,6 +169,10 @@ def save(stream: WeightStream, reader: CheckpointReader, dst: Path, overwrite: b
             if writer is not None:
                 for name in others:
                     writer.write(name, reader.tensor(name))
+                # Last: until here a checkpoint that is being replaced is still whole.
+                copy_artifacts(reader.path, dst)
+                if stream.weight_dtype is not None:
+                    write_json(dst / "config.json", without_quantization(reader.config_dict))
                 writer.finish()
 
 

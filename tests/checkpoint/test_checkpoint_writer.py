@@ -4,6 +4,8 @@ import json
 import random
 import resource
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -374,3 +376,34 @@ def test_artifacts_that_cannot_be_written(source: Path, tmp_path: Path) -> None:
         copy_artifacts(source, tmp_path / "new")
     with pytest.raises(CheckpointError, match="No such file"):
         copy_artifacts(tmp_path / "nowhere", tmp_path / "newer")
+
+
+def test_another_writer_that_finished_in_the_same_folder_keeps_its_result(tmp_path: Path) -> None:
+    specs = [TensorSpec("a", torch.float32, (4,))]
+    first, second = CheckpointWriter(tmp_path / "out", specs), CheckpointWriter(tmp_path / "out", specs)
+    second.write("a", torch.ones(4))
+    second.finish()
+    first.write("a", torch.zeros(4))
+    with pytest.raises(CheckpointError, match="already holds"):
+        first.finish()
+    first.abort()
+    assert CheckpointReader(tmp_path / "out").tensor("a").tolist() == [1, 1, 1, 1]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    script = f"""
+import os, torch
+from kimi_bridge.checkpoint import CheckpointWriter, TensorSpec
+CheckpointWriter({str(tmp_path / "out")!r}, [TensorSpec("a", torch.float32, (4,))])
+os.kill(os.getpid(), 9)
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -9
+    assert len(list((tmp_path / "out").glob(".incomplete-*"))) == 1
+    with CheckpointWriter(tmp_path / "out", [TensorSpec("a", torch.float32, (4,))]) as writer:
+        # One that is at work is left alone.
+        other = CheckpointWriter(tmp_path / "out", [TensorSpec("b", torch.float32, (4,))], overwrite=True)
+        assert len(list((tmp_path / "out").glob(".incomplete-*"))) == 2
+        other.abort()
+        writer.write("a", torch.ones(4))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]

@@ -157,11 +157,12 @@ def import_and_export_ckpt(src: str, megatron: str, dst: str, rendezvous: str) -
 
 def nan_on_one_rank(src: str, dst: str, layout: Layout) -> None:
     bridge, model = build(src, layout)
+    overwrite = Path(dst).exists()
     if dist.get_rank() == 3:
         for name, param in model[0].named_parameters():
             if name.endswith("linear_fc2.weight0"):
                 param.data[0, 0] = float("nan")
-    kimi.export_checkpoint(bridge, model, dst)
+    kimi.export_checkpoint(bridge, model, dst, overwrite=overwrite)
 
 
 def export_over(src: str, dst: str) -> None:
@@ -521,3 +522,11 @@ def pipeline_step(batches: Any, model: Any) -> Any:
         return value, {"loss": value.detach()}
 
     return output, loss
+
+
+def import_job(src: str, megatron: str, overwrite: bool) -> None:
+    jobs.import_checkpoint(src, Path(megatron), Layout(), overwrite)
+
+
+def export_job(src: str, megatron: str, dst: str, overwrite: bool) -> None:
+    jobs.export_megatron_checkpoint(src, Path(megatron), Path(dst), Layout(), None, overwrite)

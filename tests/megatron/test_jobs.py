@@ -1,0 +1,135 @@
+"""Import and export as jobs: what they refuse, and what is on the disk afterwards."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kimi_bridge.checkpoint import CheckpointReader, synthesize_checkpoint, verify_checkpoints
+from tests.megatron.ranks import Layout, Ranks
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Path:
+    """A folder with a checkpoint and its Megatron checkpoint."""
+    folder = tmp_path_factory.mktemp("jobs")
+    synthesize_checkpoint(folder / "source", convention="mixed")
+    ranks.run("import_job", src=str(folder / "source"), megatron=str(folder / "megatron"), overwrite=False)
+    return folder
+
+
+def files(folder: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("target", [".", "source", "source/config.json"])
+def test_import_never_replaces_what_is_no_megatron_checkpoint(target: str, made: Path, ranks: Ranks) -> None:
+    before = files(made)
+    for error in ranks.errors(
+        "import_job", src=str(made / "source"), megatron=str(made / target), overwrite=True
+    ):
+        assert error.kind == "KimiBridgeError"
+        assert "--megatron-path" in error.message
+    assert files(made) == before
+
+
+def test_import_over_an_unknown_folder(made: Path, ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter1.tex").write_text("...")
+    for overwrite in (False, True):
+        ranks.errors(
+            "import_job", src=str(made / "source"), megatron=str(tmp_path / "thesis"), overwrite=overwrite
+        )
+    assert [path.name for path in tmp_path.rglob("*")] == ["thesis", "chapter1.tex"]
+
+
+def test_import_replaces_a_megatron_checkpoint(made: Path, ranks: Ranks, tmp_path: Path) -> None:
+    shutil.copytree(made / "megatron", tmp_path / "m")
+    ranks.run("import_job", src=str(made / "source"), megatron=str(tmp_path / "m"), overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"vocab_size": 1536},
+        {"num_hidden_layers": 4},
+        {"n_routed_experts": 16},
+        {"hidden_size": 256},
+        {"moe_intermediate_size": 128},
+    ],
+    ids=lambda overrides: next(iter(overrides)),
+)
+def test_export_of_another_model(overrides: dict[str, int], made: Path, ranks: Ranks, tmp_path: Path) -> None:
+    synthesize_checkpoint(tmp_path / "other", overrides=overrides)
+    arguments = {"src": str(tmp_path / "other"), "megatron": str(made / "megatron")}
+    for error in ranks.errors("export_job", dst=str(tmp_path / "out"), overwrite=False, **arguments):
+        assert error.kind == "KimiBridgeError"
+        assert "is of another model" in error.message
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "no metadata"])
+def test_export_of_a_damaged_checkpoint(damage: str, made: Path, ranks: Ranks, tmp_path: Path) -> None:
+    shutil.copytree(made / "megatron", tmp_path / "m")
+    (tmp_path / "m" / "iter_abc").mkdir()
+    part = next((tmp_path / "m").rglob("__0_0.distcp"))
+    if damage == "missing":
+        part.unlink()
+    elif damage == "truncated":
+        part.write_bytes(part.read_bytes()[:1000])
+    else:
+        (part.parent / ".metadata").unlink()
+    arguments = {"src": str(made / "source"), "megatron": str(tmp_path / "m")}
+    for error in ranks.errors("export_job", dst=str(tmp_path / "out"), overwrite=False, **arguments):
+        assert error.kind == "KimiBridgeError"
+        assert "cannot be loaded" in error.message
+        assert len(error.message) < 600
+    assert not (tmp_path / "out").exists()
+
+
+def test_export_over_a_checkpoint(made: Path, ranks: Ranks, tmp_path: Path) -> None:
+    shutil.copytree(made / "source", tmp_path / "out")
+    before = files(tmp_path / "out")
+    arguments = {
+        "src": str(made / "source"),
+        "megatron": str(made / "megatron"),
+        "dst": str(tmp_path / "out"),
+    }
+    for error in ranks.errors("export_job", overwrite=False, **arguments):
+        assert "--overwrite" in error.message
+    assert files(tmp_path / "out") == before
+    ranks.run("export_job", overwrite=True, **arguments)
+    assert verify_checkpoints(made / "source", tmp_path / "out").identical
+
+
+def test_a_failed_export_leaves_the_checkpoint_it_would_have_replaced(
+    made: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    shutil.copytree(made / "source", tmp_path / "out")
+    before = files(tmp_path / "out")
+    layout = Layout(tp=2, pp=2, ep=2, etp=1)
+    ranks.errors("nan_on_one_rank", src=str(made / "source"), dst=str(tmp_path / "out"), layout=layout)
+    assert files(tmp_path / "out") == before
+    CheckpointReader(tmp_path / "out").check()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "layout", "message"),
+    [
+        ({"num_attention_heads": 3, "num_key_value_heads": 3}, Layout(tp=2), "3 attention heads"),
+        ({"n_routed_experts": 7}, Layout(ep=2), "7 experts"),
+        ({"num_experts_per_tok": 99}, Layout(), "99 of 8 experts"),
+        ({}, Layout(vp=2), "--pp 2 or more"),
+    ],
+    ids=["heads", "experts", "top-k", "virtual"],
+)
+def test_models_and_layouts_that_do_not_fit(
+    overrides: dict[str, int], layout: Layout, message: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    synthesize_checkpoint(tmp_path / "source", overrides=overrides)
+    for error in ranks.errors("just_load", src=str(tmp_path / "source"), layout=layout):
+        assert error.kind == "KimiBridgeError"
+        assert message in error.message

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from kimi_bridge.checkpoint.kinds import KINDS, tensor_kind
+from kimi_bridge.checkpoint.quantization import TEXT_PREFIX
 from kimi_bridge.checkpoint.reader import CheckpointReader
+from kimi_bridge.checkpoint.synthetic_config import checkpoint_specs
 from kimi_bridge.checkpoint.triplets import part_names
 from kimi_bridge.errors import CheckpointError, Int4Error
 from kimi_bridge.int4 import KIMI_QAT, RTN, Int4Scheme, Int4Weight, dequantize, quantize, unpack
@@ -99,11 +101,32 @@ def inspect_checkpoint(path: str | Path, sample: int = 16) -> Inspection:
         count.bytes += info.nbytes
     result.kinds = [count for count in kinds.values() if count.tensors]
     result.convention = _sample_codes(reader, sample)
-    result.problems = reader.problems[:_PROBLEMS_SHOWN]
-    if len(reader.problems) > _PROBLEMS_SHOWN:
-        result.problems.append(f"... and {len(reader.problems) - _PROBLEMS_SHOWN} more problems.")
+    problems = reader.problems + (_against_config(reader) if result.model.get("layers") is not None else [])
+    result.problems = problems[:_PROBLEMS_SHOWN]
+    if len(problems) > _PROBLEMS_SHOWN:
+        result.problems.append(f"... and {len(problems) - _PROBLEMS_SHOWN} more problems.")
     result.seconds = time.perf_counter() - begin
     return result
+
+
+def _against_config(reader: CheckpointReader) -> list[str]:
+    """Where the text model's tensors are not those that config.json implies."""
+    text = reader.config.text_config
+    if not (0 < text.num_hidden_layers < 1000 and 0 < (text.n_routed_experts or 0) < 10_000):
+        return [f"config.json states {text.num_hidden_layers} layers of {text.n_routed_experts} experts."]
+    try:
+        specs = checkpoint_specs(reader.config_dict)
+    except (CheckpointError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        return [f"config.json does not describe a model ({type(error).__name__}: {error})."]
+    expected = {spec.name: tuple(spec.shape) for spec in specs if spec.name.startswith(TEXT_PREFIX)}
+    found = {name for name in reader.names() if name.startswith(TEXT_PREFIX)}
+    shapes = [name for name in expected if name in found and reader.info(name).shape != expected[name]]
+    faults = (
+        ("missing, by config.json", [name for name in expected if name not in found]),
+        ("not in the model that config.json describes", sorted(found - expected.keys())),
+        ("of another shape than config.json says", shapes),
+    )
+    return [f"{len(names)} tensors are {what}, first {names[0]}." for what, names in faults if names]
 
 
 def _model(reader: CheckpointReader) -> dict[str, Any]:

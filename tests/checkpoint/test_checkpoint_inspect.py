@@ -191,3 +191,26 @@ def test_nothing_to_inspect(tmp_path: Path) -> None:
 def test_the_sample_is_small(tiny: Path) -> None:
     assert inspect_checkpoint(tiny, sample=3).convention.weights == 3
     assert inspect_checkpoint(tiny, sample=0).convention.weights == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"num_hidden_layers": 5}, "missing, by config.json"),
+        ({"num_hidden_layers": 2}, "not in the model that config.json describes"),
+        ({"n_routed_experts": 4}, "not in the model that config.json describes"),
+        ({"hidden_size": 256}, "of another shape than config.json says"),
+        ({"num_hidden_layers": 10**9}, "1000000000 layers"),
+        ({"n_routed_experts": 0}, "0 experts"),
+    ],
+    ids=str,
+)
+def test_a_config_of_another_model_is_a_problem(
+    change: dict[str, int], problem: str, tiny: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(tiny, tmp_path / "other"))
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"] |= change
+    (folder / "config.json").write_text(json.dumps(config))
+    assert any(problem in found for found in inspect_checkpoint(folder).problems)
+    assert inspect_checkpoint(tiny).problems == []

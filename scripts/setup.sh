@@ -73,7 +73,8 @@ build_te_wheel() {
     "transformer-engine-cu13==$te_version" setuptools pybind11 ninja
   site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
   work=$(mktemp -d)
-  trap 'rm -rf "$work"' EXIT
+  # Expanded now: when it runs, the function and its variables are gone.
+  trap "rm -rf '$work'" EXIT
   CUDA_HOME=$cuda NVTE_FRAMEWORK=pytorch MAX_JOBS=${MAX_JOBS:-$(nproc)} PATH="$venv/bin:$PATH" \
     CPATH="$site/nvidia/cudnn/include:$site/nvidia/nccl/include:$site/nvidia/cu13/include${CPATH:+:$CPATH}" \
     "$venv/bin/python" -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps \

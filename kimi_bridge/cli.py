@@ -3,23 +3,31 @@ need Megatron."""
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import sys
+import warnings
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import kimi_bridge
+from kimi_bridge.cli_convert import Json, Overwrite, Source, dequantize, quantize, truncate
 from kimi_bridge.errors import KimiBridgeError
-
-if TYPE_CHECKING:
-    from kimi_bridge.checkpoint import Inspection, Report
-
-_LINES_SHOWN = 10
+from kimi_bridge.report import (
+    check_plot,
+    complain,
+    out,
+    plot_errors,
+    print_inspection,
+    print_report,
+    say,
+)
 
 app = typer.Typer(
     name="kimi-bridge",
@@ -29,8 +37,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-out = Console()
-err = Console(stderr=True)
 
 
 class Size(StrEnum):
@@ -58,24 +64,36 @@ Pp = Annotated[int, typer.Option(min=1, help="pipeline_model_parallel_size")]
 Ep = Annotated[int, typer.Option(min=1, help="expert_model_parallel_size")]
 Etp = Annotated[int | None, typer.Option(min=1, help="expert_tensor_parallel_size (default: as --tp)")]
 Vp = Annotated[int | None, typer.Option(min=1, help="virtual_pipeline_model_parallel_size")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is already there.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
 def main() -> None:
     """Runs the command line. Exit codes: 0 done, 1 the job failed, 2 wrong usage, 130 interrupted."""
+    # As an exception, so that what is half written goes: torchrun ends the other ranks with it.
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         app()
     except KimiBridgeError as error:
         # Under torchrun every rank raises an error that they share; one copy is enough.
         if os.environ.get("RANK", "0") == "0" or not getattr(error, "shared", False):
-            err.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+            complain(f"error: {error}")
         sys.exit(1)
+
+
+def _quiet() -> None:
+    """Megatron and what it imports warn of thirty things in a healthy run; their errors still show."""
+    warnings.filterwarnings("ignore")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    for name in ("megatron", "torch"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _terminate(_signal: int, _frame: object) -> None:
+    sys.exit(143)
 
 
 def _version(value: bool) -> None:
     if value:
-        _print(f"kimi-bridge {kimi_bridge.__version__}")
+        say(f"kimi-bridge {kimi_bridge.__version__}")
         raise typer.Exit
 
 
@@ -116,7 +134,7 @@ def doctor() -> None:
     findings = examine()
     for finding in findings:
         works = "yes" if finding.works else ("no" if finding.needed else "-")
-        table.add_row(finding.name, finding.version or "not installed", works, finding.note)
+        table.add_row(finding.name, finding.version or "not installed", works, escape(finding.note))
     out.print(table)
     if any(finding.needed and not finding.works for finding in findings):
         raise typer.Exit(1)
@@ -134,7 +152,7 @@ def inspect(path: Annotated[str, typer.Argument(help="Folder or hub id.")], as_j
     if as_json:
         print(inspection.to_json())
     else:
-        _print_inspection(inspection)
+        print_inspection(inspection)
     if inspection.problems:
         raise typer.Exit(1)
 
@@ -157,7 +175,7 @@ def synthesize(
     from kimi_bridge.checkpoint import synthesize_checkpoint
 
     synthesize_checkpoint(dst, size=size.value, seed=seed, convention=convention.value)
-    _print(f"{dst}: written")
+    say(f"{dst}: written")
 
 
 @app.command("import")
@@ -176,6 +194,7 @@ def import_(
     Example: torchrun --nproc_per_node 8 -m kimi_bridge import --hf-model moonshotai/Kimi-K2.5
     --megatron-path ./k25-megatron --ep 8
     """
+    _quiet()
     from kimi_bridge.megatron.jobs import import_checkpoint
     from kimi_bridge.megatron.runtime import Layout
 
@@ -205,6 +224,7 @@ def export(
     Example: torchrun --nproc_per_node 8 -m kimi_bridge export --hf-model moonshotai/Kimi-K2.5
     --megatron-path ./k25-megatron --hf-path ./k25-out --tp 4 --ep 2
     """
+    _quiet()
     import torch
 
     from kimi_bridge.megatron.jobs import export_megatron_checkpoint
@@ -216,10 +236,15 @@ def export(
     _say(f"{hf_path}: written")
 
 
+for _verb in (dequantize, quantize, truncate):
+    app.command()(_verb)
+
+
 @app.command()
 def verify(
-    a: Annotated[str, typer.Argument(help="Folder or hub id.")],
-    b: Annotated[str, typer.Argument(help="Folder or hub id.")],
+    a: Source,
+    b: Source,
+    plot: Annotated[Path | None, typer.Option(help="Draw the error by layer into this PNG file.")] = None,
     as_json: Json = False,
 ) -> None:
     """Compares two checkpoints bit for bit, tensor by tensor. Exit code 1 when they differ.
@@ -229,60 +254,20 @@ def verify(
     from kimi_bridge.checkpoint import resolve_checkpoint, verify_checkpoints
     from kimi_bridge.progress import progress
 
+    if plot is not None:
+        check_plot(plot)
     with progress("Comparing") as advance:
         report = verify_checkpoints(resolve_checkpoint(a), resolve_checkpoint(b), progress=advance)
+    if plot is not None:
+        plot_errors(report, plot)
     if as_json:
         print(report.to_json())
     else:
-        _print_report(report)
+        print_report(report)
     if not report.identical:
         raise typer.Exit(1)
 
 
-def _print_report(report: Report) -> None:
-    table = Table("kind", "tensors", "identical", "bytes", "largest difference", "SQNR dB")
-    for row in report.rows:
-        noise = "" if row.sqnr_db is None else f"{row.sqnr_db:.1f}"
-        largest = f"{row.largest_difference:.3g}" if row.largest_difference else ""
-        table.add_row(row.kind, f"{row.count:,}", f"{row.identical:,}", f"{row.bytes:,}", largest, noise)
-    out.print(table)
-    for title, lines in (
-        ("different", [f"{d.name}: {d.reason}" for d in report.differences]),
-        (f"only in {report.a}", report.missing),
-        (f"only in {report.b}", report.extra),
-    ):
-        for line in lines[:_LINES_SHOWN]:
-            _print(f"{title}: {line}")
-        if len(lines) > _LINES_SHOWN:
-            _print(f"{title}: {len(lines) - _LINES_SHOWN} more (--json lists all)")
-    _print(f"config.json: {report.config}")
-    _print("identical" if report.identical else "DIFFERENT")
-
-
-def _print_inspection(inspection: Inspection) -> None:
-    for key, value in {**inspection.model, **inspection.quantization}.items():
-        _print(f"{key:>24}  {value}")
-    table = Table("kind", "tensors", "bytes")
-    for count in inspection.kinds:
-        table.add_row(count.kind, f"{count.tensors:,}", f"{count.bytes:,}")
-    table.add_row("all", f"{inspection.tensors:,}", f"{inspection.bytes:,}")
-    out.print(table)
-    seen = inspection.convention
-    _print(f"INT4 convention: {seen.verdict}")
-    if seen.groups:
-        _print(
-            f"  sample: {seen.groups:,} groups of {seen.weights} weights, {seen.zero_groups:,} more are zero;"
-            f" {seen.kimi_share:.1%} come back from /7, {seen.rtn_share:.1%} from /7.5;"
-            f" {seen.minus_8_share:.1%} hold code -8, {seen.below_7_share:.1%} no code of 7"
-        )
-    for problem in inspection.problems:
-        err.print(f"problem: {problem}", style="red", markup=False, highlight=False, soft_wrap=True)
-
-
-def _print(text: str) -> None:
-    out.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
 def _say(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
-        _print(text)
+        say(text)

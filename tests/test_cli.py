@@ -13,6 +13,7 @@ import pytest
 from kimi_bridge.checkpoint import synthesize_checkpoint
 
 VERBS = ("demo", "doctor", "inspect", "synthesize", "import", "export", "verify")
+VERBS += ("dequantize", "quantize", "truncate")
 
 
 def run(
@@ -66,6 +67,57 @@ def test_inspect(tiny: Path) -> None:
     assert "KimiK25ForConditionalGeneration" in done.stdout
     assert "kimi (/7)" in done.stdout
     assert json.loads(run("inspect", tiny, "--json").stdout)["tensors"] > 200
+
+
+def test_dequantize_quantize_and_truncate(tiny: Path, tmp_path: Path) -> None:
+    plain, back, small = (tmp_path / name for name in ("plain", "back", "small"))
+    done = run("dequantize", tiny, plain, "--workers", "2", "--max-shard-size", "500KB")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        done.stdout.splitlines()[0],
+        "verified 48 INT4 weights: 0 of 12,288 groups are no fixed point of the scheme",
+    ]
+    done = run("quantize", plain, back, "--reference", tiny, "--require-fixed-point", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["loose_groups"] == 0
+    assert run("verify", tiny, back).returncode == 0
+
+    arguments = ("truncate", tiny, small, "--layers", "2", "--experts", "4")
+    done = run(*arguments, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "num_hidden_layers 2" in done.stdout
+    assert not small.exists()
+    assert run(*arguments).returncode == 0
+    again = run("truncate", tiny, small, "--layers", "1")
+    assert again.returncode == 1
+    assert "already holds model.safetensors" in again.stderr
+    assert run(*arguments, "--overwrite", "--no-verify").stdout.splitlines()[-1] == "not verified"
+
+
+def test_groups_that_are_no_fixed_point_are_named(tmp_path: Path) -> None:
+    synthesize_checkpoint(tmp_path / "rtn", convention="rtn")
+    done = run("dequantize", tmp_path / "rtn", tmp_path / "a")
+    assert done.returncode == 0
+    assert ".mlp.experts." in done.stdout.splitlines()[2]
+    done = run("dequantize", tmp_path / "rtn", tmp_path / "b", "--require-fixed-point")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert "no fixed point of amax/7" in done.stderr
+
+
+def test_verify_plots_and_names_the_worst(tiny: Path, tmp_path: Path) -> None:
+    synthesize_checkpoint(tmp_path / "rtn", convention="rtn")
+    done = run("verify", tiny, tmp_path / "rtn", "--plot", tmp_path / "error.png")
+    assert done.returncode == 1
+    assert (tmp_path / "error.png").read_bytes().startswith(b"\x89PNG")
+    ratios = [
+        float(line.split("SQNR ")[1].split()[0]) for line in done.stdout.splitlines() if ", SQNR " in line
+    ]
+    assert len(ratios) == 10
+    assert ratios == sorted(ratios)
+    done = run("verify", tiny, tiny, "--plot", tmp_path / "nowhere" / "error.png")
+    assert done.returncode == 1
+    assert "give a file in a folder that exists" in done.stderr
 
 
 def test_a_missing_folder_is_one_line_and_1() -> None:

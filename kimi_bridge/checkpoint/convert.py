@@ -71,7 +71,8 @@ def dequantize_checkpoint(
     """Writes the INT4 checkpoint `src` with plain weights, in the dtype of its scales, to `dst`.
 
     By `workers` processes (default: as many as there are cores, at most 8), or as tasks of the Ray cluster
-    at `ray_address`. A run that was interrupted goes on when it is started again with the same arguments.
+    at `ray_address`. A run that was interrupted goes on when it is started again with the same arguments; one
+    that is complete already is left as it is.
     `verify` looks at every INT4 weight: shapes, finite scales, and how many groups are no fixed point of
     `scheme` (its group size is the checkpoint's), which `require_fixed_point` makes an error.
     Raises CheckpointError, with the cure, for everything that goes wrong; `dst` shows nothing until the end.
@@ -157,7 +158,8 @@ def _convert(plan: Plan, dst: Path, options: _Options) -> Summary:
             _take(findings, found, plan, options)
         todo = [filename for filename in plan.shards if filename not in staging.finished]
         written = _fill(plan, staging, todo, findings, options) if todo else 0
-        staging.publish()
+        if not staging.complete:
+            staging.publish()
     finally:
         staging.close()
     return Summary(
@@ -183,7 +185,7 @@ def _fill(plan: Plan, staging: Staging, todo: list[str], findings: Findings, opt
     total = sum(unit.nbytes for filename in todo for unit in plan.shards[filename])
     done = 0
     waiting: list[Future[None]] = []
-    with _workers(options) as workers, ThreadPoolExecutor(1) as disk:
+    with _workers(options, total) as workers, ThreadPoolExecutor(1) as disk:
         try:
             open_shards = _OpenShards(plan, staging, todo, workers, options.verify)
             for reply in workers.run(open_shards.pieces()):
@@ -211,10 +213,11 @@ def _fill(plan: Plan, staging: Staging, todo: list[str], findings: Findings, opt
     return done
 
 
-def _workers(options: _Options) -> LocalWorkers | RayWorkers:
+def _workers(options: _Options, total: int) -> LocalWorkers | RayWorkers:
     if options.ray_address is not None:
         return RayWorkers(options.ray_address, options.workers)
-    return LocalWorkers(options.workers or min(8, os.cpu_count() or 1))
+    # A process takes longer to start than a piece takes to write.
+    return LocalWorkers(min(options.workers or min(8, os.cpu_count() or 1), max(1, total // _PIECE_BYTES)))
 
 
 def _take(findings: Findings, found: Findings, plan: Plan, options: _Options) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -166,7 +165,8 @@ def regions(job: Job) -> Iterator[Region]:
 
 
 def _open(path: str | Path) -> CheckpointReader:
-    reader = CheckpointReader(path)
+    # Absolute, because workers may have another working directory.
+    reader = CheckpointReader(Path(path).resolve())
     reader.check()
     return reader
 
@@ -209,7 +209,7 @@ def _identity(reader: CheckpointReader) -> dict[str, str]:
     digest = hashlib.sha256(repr(sorted(reader.config_dict.items())).encode())
     for name in reader.names():
         digest.update(repr(reader.info(name)).encode())
-    return {"path": str(reader.path.resolve()), "headers": digest.hexdigest()}
+    return {"path": str(reader.path), "headers": digest.hexdigest()}
 
 
 def _copy(reader: CheckpointReader, name: str, rows: int | None = None) -> Unit:
@@ -283,7 +283,7 @@ def _triplet(reader: CheckpointReader, name: str) -> Triplet:
 
 
 def _region(reader: CheckpointReader, info: TensorInfo) -> Region:
-    return Region(os.path.join(reader.path.resolve(), info.filename), info.offset, info.nbytes)  # noqa: PTH118
+    return Region(f"{reader.path}/{info.filename}", info.offset, info.nbytes)
 
 
 def _is_kept(name: str, layers: int, experts: int | None) -> bool:

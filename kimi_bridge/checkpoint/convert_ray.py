@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Iterator
 
 from kimi_bridge.conversion.execute import answer
@@ -12,6 +13,7 @@ from kimi_bridge.errors import CheckpointError
 
 # A node that dies takes its tasks along: each starts again elsewhere.
 _RETRIES = 5
+_SECONDS_TO_CONNECT = 10.0
 
 
 class RayWorkers:
@@ -34,6 +36,7 @@ class RayWorkers:
         self._connected = not ray.is_initialized()
         if self._connected:
             try:
+                _check_port(address)
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
             # Ray raises several kinds, some of them plain.
             except Exception as error:
@@ -67,3 +70,10 @@ class RayWorkers:
             self._ray.cancel(task, force=True)
         if self._connected:
             self._ray.shutdown()
+
+
+def _check_port(address: str) -> None:
+    """Raises OSError where nobody listens: Ray itself would go on trying for many minutes."""
+    host, colon, port = address.rpartition("//")[2].rpartition(":")
+    if colon and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), _SECONDS_TO_CONNECT).close()

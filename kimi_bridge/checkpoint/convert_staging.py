@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -25,21 +26,27 @@ from kimi_bridge.conversion.execute import create, seal
 from kimi_bridge.conversion.jobs import Findings, Loose
 from kimi_bridge.errors import CheckpointError
 
-FOLDER = ".incomplete-conversion"
+FOLDER = ".unfinished-conversion"
 MANIFEST = "manifest.json"
+RECORD = ".kimi-bridge-conversion.json"
 _LOCK = "lock"
 _PART = ".part"
+# Of the files that `files.atomic` makes.
+_TEMPORARY = ".incomplete-*"
 
 
 class Staging:
     """The hidden folder of `dst`, held by one run at a time.
 
-    `finished` are the shards of an earlier run of the same plan. Raises CheckpointError for a `dst` that
-    holds other weights or another conversion (unless `overwrite`), that another process writes to, or that
-    has too little room.
+    `finished` are the shards of an earlier run of the same plan; where that came to its end, `complete` is
+    True, and nothing is left to do: a run that was killed just before its exit can be started again.
+    Raises CheckpointError for a `dst` that holds other weights or another conversion (unless `overwrite`),
+    that another process writes to, or that has too little room.
     """
 
     def __init__(self, dst: Path, plan: Plan, verify: bool, overwrite: bool) -> None:
+        # Absolute, because workers may have another working directory.
+        dst = dst.absolute()
         self.dst, self.plan = dst, plan
         self.path = dst / FOLDER
         self.finished: dict[str, Findings] = {}
@@ -50,6 +57,10 @@ class Staging:
         self._publishing = False
         self._lock: int | None = None
         self._created = missing_folders(dst)
+        self.complete = not overwrite and self._is_complete()
+        if self.complete:
+            self._sweep()
+            return
         old = self._read_manifest()
         if old is not None and old["identity"] != self._identity:
             if not overwrite:
@@ -100,7 +111,8 @@ class Staging:
             copy_artifacts(self.plan.src, self.dst)
             # Until all is there, the folder has neither config nor index, and is no checkpoint to anyone.
             (self.dst / "config.json").unlink(missing_ok=True)
-            (self.dst / INDEX_NAME).unlink(missing_ok=True)
+            for name in (RECORD, INDEX_NAME):
+                (self.dst / name).unlink(missing_ok=True)
             for filename in self.plan.shards:
                 if (self.path / filename).exists():
                     (self.path / filename).replace(self.dst / filename)
@@ -114,8 +126,9 @@ class Staging:
                 }
                 write_json(self.dst / INDEX_NAME, index)
             write_json(self.dst / "config.json", self.plan.config)
+            write_json(self.dst / RECORD, self._record())
             sync(self.dst)
-            shutil.rmtree(self.path)
+            self._sweep()
 
     def close(self) -> None:
         """Lets go of the folder; removes it where nothing in it is worth keeping."""
@@ -126,6 +139,34 @@ class Staging:
             remove_empty(self._created)
         os.close(self._lock)
         self._lock = None
+
+    def _record(self) -> dict[str, Any]:
+        """What tells this conversion from any other, without the names of folders, which may be private."""
+        digest = hashlib.sha256(json.dumps(self._identity, sort_keys=True).encode()).hexdigest()
+        findings = {filename: self._records[filename]["findings"] for filename in self.plan.shards}
+        return {"conversion": digest, "findings": findings}
+
+    def _is_complete(self) -> bool:
+        try:
+            record = json.loads((self.dst / RECORD).read_text(encoding="utf-8"))
+            sizes = {name: (self.dst / name).stat().st_size for name in (*self.plan.shards, "config.json")}
+            self._records = {name: {"findings": found} for name, found in record["findings"].items()}
+            same = record == self._record()
+        except (OSError, ValueError, TypeError, KeyError):
+            same, sizes = False, {}
+        complete = same and all(sizes[name] == self.plan.layout(name)[2] for name in self.plan.shards)
+        if complete:
+            self.finished = {name: _findings(held["findings"]) for name, held in self._records.items()}
+        else:
+            self._records = {}
+        return complete
+
+    def _sweep(self) -> None:
+        """Removes what is of no use anymore, half-written small files of killed runs too."""
+        for path in self.dst.rglob(_TEMPORARY):
+            if path.is_file():
+                path.unlink()
+        shutil.rmtree(self.path, ignore_errors=True)
 
     def _begin(self, old: dict[str, Any] | None) -> None:
         self.path.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -20,6 +21,8 @@ from kimi_bridge.errors import CheckpointError
 
 # What is held of a tensor at a time: the real embeddings take 2.3 GB.
 _CHUNK_BYTES = 1 << 25
+
+_LAYER = re.compile(r"(?:language_model\.)?model\.layers\.(\d+)\.")
 
 Progress = Callable[[int, int], None]
 """Called with the bytes compared so far and the bytes of all."""
@@ -44,6 +47,17 @@ class KindRow:
         return _decibels(self.signal, self.noise)
 
 
+@dataclass
+class LayerRow:
+    """What differs in the tensors of one kind in one layer."""
+
+    layer: int
+    kind: str
+    largest_difference: float = 0.0
+    signal: float = 0.0
+    noise: float = 0.0
+
+
 @dataclass(frozen=True)
 class Difference:
     """A weight that is not the same in both checkpoints; numbers where there are values to compare."""
@@ -61,6 +75,7 @@ class Report:
     a: str
     b: str
     rows: list[KindRow] = field(default_factory=list)
+    layers: list[LayerRow] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     extra: list[str] = field(default_factory=list)
@@ -100,15 +115,17 @@ def verify_checkpoints(a: str | Path, b: str | Path, progress: Progress | None =
     common = [name for name in names if name in others]
     total, done = sum(_nbytes(left, name) for name in common), 0
     rows: dict[str, KindRow] = {}
+    layers: dict[tuple[str, int], LayerRow] = {}
     for name in common:
         row = rows.setdefault(tensor_kind(name), KindRow(tensor_kind(name)))
-        difference = _compare_into(row, left, right, name)
+        difference = _compare_into(row, _layer_row(layers, name), left, right, name)
         if difference is not None:
             report.differences.append(difference)
         done += _nbytes(left, name)
         if progress is not None:
             progress(done, total)
     report.rows = [rows[kind] for kind in KINDS if kind in rows]
+    report.layers = [layers[key] for key in sorted(layers)]
     report.seconds = time.perf_counter() - begin
     return report
 
@@ -122,18 +139,28 @@ class _Distance:
     noise: float = 0.0
 
 
+def _layer_row(layers: dict[tuple[str, int], LayerRow], name: str) -> LayerRow | None:
+    """The row of the weight's layer; None for a weight outside of the layers."""
+    match = _LAYER.match(name)
+    if match is None:
+        return None
+    kind, layer = tensor_kind(name), int(match[1])
+    return layers.setdefault((kind, layer), LayerRow(layer, kind))
+
+
 def _compare_into(
-    row: KindRow, left: CheckpointReader, right: CheckpointReader, name: str
+    row: KindRow, layer: LayerRow | None, left: CheckpointReader, right: CheckpointReader, name: str
 ) -> Difference | None:
     begin = time.perf_counter()
     reason, distance = _compare(left, right, name)
     row.count += 1
     row.identical += reason is None
     row.bytes += _nbytes(left, name)
-    if distance is not None:
-        row.largest_difference = max(row.largest_difference, distance.largest)
-        row.signal += distance.signal
-        row.noise += distance.noise
+    for sums in (row, layer):
+        if sums is not None and distance is not None:
+            sums.largest_difference = max(sums.largest_difference, distance.largest)
+            sums.signal += distance.signal
+            sums.noise += distance.noise
     row.seconds += time.perf_counter() - begin
     if reason is None:
         return None

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from kimi_bridge.conversion.fixed_point import count_loose_groups
 from kimi_bridge.conversion.jobs import (
@@ -24,12 +25,13 @@ from kimi_bridge.conversion.jobs import (
     Reply,
     Triplet,
 )
-from kimi_bridge.conversion.storage import RESUME, Files, Target, buffer, plain
+from kimi_bridge.conversion.storage import RESUME, Files, Target, plain
 from kimi_bridge.errors import CheckpointError, KimiBridgeError
 from kimi_bridge.int4 import Int4Scheme, Int4Weight, dequantize, quantize, requantize
+from kimi_bridge.int4.scheme import CODES_PER_WORD
 
 # Of output, at a time. Memory that stays in use is cheap; fresh memory is not.
-_BLOCK_BYTES = 1 << 23
+_BLOCK_BYTES = 1 << 22
 
 
 def answer(piece: Piece) -> Reply:
@@ -84,6 +86,7 @@ def _write_jobs(piece: Piece, path: str) -> Findings:
         target = Target(path, stack)
         for job, offsets in piece.jobs:
             _write_job(job, files, target, offsets, piece.scheme, piece.verify, findings)
+        target.wait()
     return findings
 
 
@@ -115,7 +118,7 @@ def _write_job(
 def _copy(source: Region, files: Files, target: Target, offset: int) -> None:
     for done in range(0, source.nbytes, _BLOCK_BYTES):
         part = Region(source.path, source.offset + done, min(_BLOCK_BYTES, source.nbytes - done))
-        target.write(files.read(part, "copy", offset + done), offset + done)
+        target.write(files.read(part, target.room(part.nbytes, offset + done)), offset + done)
 
 
 def _blocks(
@@ -132,18 +135,29 @@ def _blocks(
     source = job.source
     _check_shape(job.name, source, files)
     values = source.scale_dtype.itemsize * source.columns
-    if isinstance(job, CopyInt4):
-        target.write(files.read(source.shape, "shape"), offsets[2])
     for start, stop in _row_blocks(source.rows, values):
-        block = _read_int4(source, files, start, stop)
         if isinstance(job, CopyInt4):
-            _write_int4(block, target, offsets, start)
+            block = _copy_int4(source, files, target, offsets, start, stop)
         else:
+            block = _read_int4(source, files, start, stop)
             offset = offsets[0] + start * values
-            out = buffer("values", (stop - start) * values, offset).view(source.scale_dtype)
-            dequantize(block, source.scale_dtype, out=out.view(block.shape))
-            target.write(out, offset)
+            out = target.room((stop - start) * values, offset).view(source.scale_dtype)
+            target.write(dequantize(block, source.scale_dtype, out=out.view(block.shape)), offset)
         yield block
+    if isinstance(job, CopyInt4):
+        _copy(source.shape, files, target, offsets[2])
+
+
+def _copy_int4(
+    source: Triplet, files: Files, target: Target, offsets: tuple[int, ...], start: int, stop: int
+) -> Int4Weight:
+    parts = []
+    for whole, place in ((source.packed, offsets[0]), (source.scale, offsets[1])):
+        part = _rows_of(whole, source.rows, start, stop)
+        place += part.offset - whole.offset
+        parts.append(files.read(part, target.room(part.nbytes, place)))
+        target.write(parts[-1], place)
+    return _int4(source, parts[0], parts[1])
 
 
 def _quantize(
@@ -177,16 +191,15 @@ def _check_shape(name: str, triplet: Triplet, files: Files) -> None:
 
 
 def _read_int4(triplet: Triplet, files: Files, start: int, stop: int) -> Int4Weight:
-    rows = stop - start
-    packed, scale = (
-        files.read(_rows_of(region, triplet.rows, start, stop), key)
-        for region, key in ((triplet.packed, "packed"), (triplet.scale, "scale"))
-    )
-    return Int4Weight(
-        packed.view(torch.int32).view(rows, -1),
-        scale.view(triplet.scale_dtype).view(rows, -1),
-        (rows, triplet.columns),
-    )
+    packed = files.read(_rows_of(triplet.packed, triplet.rows, start, stop), "packed")
+    return _int4(triplet, packed, files.read(_rows_of(triplet.scale, triplet.rows, start, stop), "scale"))
+
+
+def _int4(triplet: Triplet, packed: Tensor, scale: Tensor) -> Int4Weight:
+    """A block of rows, from its bytes."""
+    words = packed.view(torch.int32).view(-1, triplet.columns // CODES_PER_WORD)
+    rows = words.shape[0]
+    return Int4Weight(words, scale.view(triplet.scale_dtype).view(rows, -1), (rows, triplet.columns))
 
 
 def _write_int4(block: Int4Weight, target: Target, offsets: tuple[int, ...], start: int) -> None:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -23,18 +26,20 @@ RESUME = "run the same command again to go on, finished shards are kept"
 _ALIGNMENT = 4096
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
-_BUFFERS: dict[str, Tensor] = {}
+_LOCAL = threading.local()
+_WRITER = ThreadPoolExecutor(1)
 
 
 def buffer(key: str, nbytes: int, offset: int = 0) -> Tensor:
-    """uint8 `[nbytes]`, the same memory at every call with the same key.
+    """uint8 `[nbytes]`, the same memory at every call of a thread with the same key.
 
     Its address is a multiple of 4096 plus what `offset` is, so that it can be written there directly.
     """
     needed = nbytes + 2 * _ALIGNMENT
-    held = _BUFFERS.get(key)
+    buffers = _LOCAL.__dict__
+    held = buffers.get(key)
     if held is None or held.numel() < needed:
-        held = _BUFFERS[key] = torch.empty(needed, dtype=torch.uint8)
+        held = buffers[key] = torch.empty(needed, dtype=torch.uint8)
     start = -held.data_ptr() % _ALIGNMENT + offset % _ALIGNMENT
     return held[start : start + nbytes]
 
@@ -51,9 +56,9 @@ class Files:
         self._stack = stack
         self._descriptors: dict[str, int] = {}
 
-    def read(self, region: Region, key: str, offset: int = 0) -> Tensor:
-        """uint8: the bytes of a region, in the buffer `key`, aligned to be written at `offset`."""
-        data = buffer(key, region.nbytes, offset)
+    def read(self, region: Region, into: Tensor | str) -> Tensor:
+        """uint8: the bytes of a region, in the memory given, or in the buffer of a name."""
+        data = buffer(into, region.nbytes) if isinstance(into, str) else into
         view, place = memoryview(data.numpy()), region.offset
         try:
             while view:
@@ -79,7 +84,10 @@ class Files:
 
 
 class Target:
-    """The shard that is written to: whole blocks directly, what is left at both ends as usual."""
+    """The shard that is written to: whole blocks directly, what is left at both ends as usual.
+
+    One write at a time goes on in a thread, while the next block is made.
+    """
 
     def __init__(self, path: str, stack: ExitStack) -> None:
         self._path = path
@@ -88,9 +96,36 @@ class Target:
         self._direct = _open_directly(path)
         if self._direct is not None:
             stack.callback(os.close, self._direct)
+        self._slot = 0
+        self._pending: Future[None] | None = None
+        self._pending_slot = -1
+        stack.callback(self._settle)
+
+    def room(self, nbytes: int, offset: int) -> Tensor:
+        """uint8 `[nbytes]` for what will be written at `offset` next: one of two buffers by turns."""
+        self._slot = 1 - self._slot
+        if self._pending_slot == self._slot:
+            self.wait()
+        return buffer(f"room {self._slot}", nbytes, offset)
 
     def write(self, tensor: Tensor, offset: int) -> None:
-        """Writes the bytes of a contiguous tensor; at once, if it lies in a buffer for this offset."""
+        """Begins to write the bytes of a contiguous tensor, which nobody may change until the next `room`."""
+        slot = self._slot
+        self.wait()
+        self._pending, self._pending_slot = _WRITER.submit(self._write, tensor, offset), slot
+
+    def wait(self) -> None:
+        """Until all is written. Raises CheckpointError when it could not be."""
+        if self._pending is not None:
+            pending, self._pending, self._pending_slot = self._pending, None, -1
+            pending.result()
+
+    def _settle(self) -> None:
+        """Before the file is closed; after an error, a second one does not matter."""
+        if self._pending is not None:
+            futures.wait([self._pending])
+
+    def _write(self, tensor: Tensor, offset: int) -> None:
         data = tensor.reshape(-1).view(torch.uint8)
         begin = min(-offset % _ALIGNMENT, data.numel())
         end = begin + (data.numel() - begin) // _ALIGNMENT * _ALIGNMENT

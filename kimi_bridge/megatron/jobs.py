@@ -119,10 +119,21 @@ def latest_iteration(path: Path) -> Path:
 
 
 # What makes two models have other tensors. Megatron forgives another vocabulary, and pads with zeros.
-_SHAPES = (
-    "num_layers hidden_size vocab_size num_moe_experts ffn_hidden_size moe_ffn_hidden_size"
-    " num_attention_heads q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim moe_layer_freq"
-).split()
+_SHAPES = [
+    "num_layers",
+    "hidden_size",
+    "vocab_size",
+    "num_moe_experts",
+    "ffn_hidden_size",
+    "moe_ffn_hidden_size",
+    "num_attention_heads",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "moe_layer_freq",
+]
 
 
 def _check_same_model(folder: Path, config: Any) -> None:

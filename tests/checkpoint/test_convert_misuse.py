@@ -1,0 +1,155 @@
+"""Conversions with settings or folders that cannot be: refused, and nothing of what is there is lost."""
+
+from pathlib import Path
+
+import pytest
+from checkpoint_folders import contents, edit_json
+from convert_runs import (
+    assert_same,
+    staging,
+)
+
+from kimi_bridge.checkpoint import convert as convert_module
+from kimi_bridge.checkpoint import (
+    dequantize_checkpoint,
+    quantize_checkpoint,
+    truncate_checkpoint,
+)
+from kimi_bridge.checkpoint.convert_plan import plan_dequantize
+from kimi_bridge.checkpoint.convert_pool import LocalWorkers
+from kimi_bridge.checkpoint.convert_staging import Staging
+from kimi_bridge.conversion.execute import answer
+from kimi_bridge.errors import CheckpointError
+
+
+def options() -> convert_module._Options:
+    return convert_module._Options(1, None, True, False, False, None)
+
+
+def test_other_settings_are_refused(tiny: Path, checkpoints: Path, tmp_path: Path) -> None:
+    dst = tmp_path / "out"
+    plan = plan_dequantize(tiny, "200KB")
+    keeper = Staging(dst, plan, True, False)
+    convert_module._fill(plan, keeper, list(plan.shards)[:4], convert_module.Findings(), options())
+    with pytest.raises(CheckpointError, match="Another process is writing to"):
+        dequantize_checkpoint(tiny, dst, max_shard_size="200KB")
+    keeper.close()
+    before = contents(dst)
+    for difference, job in (
+        (
+            "max_shard_size '200KB', now '300KB'",
+            lambda: dequantize_checkpoint(tiny, dst, max_shard_size="300KB"),
+        ),
+        (
+            "source .*kimi, now .*rtn",
+            lambda: dequantize_checkpoint(checkpoints / "rtn", dst, max_shard_size="200KB"),
+        ),
+        (
+            "verb 'dequantize', now 'truncate'",
+            lambda: truncate_checkpoint(tiny, dst, 2, max_shard_size="200KB"),
+        ),
+        (
+            "verify True, now False",
+            lambda: dequantize_checkpoint(tiny, dst, max_shard_size="200KB", verify=False),
+        ),
+    ):
+        with pytest.raises(
+            CheckpointError, match=f"unfinished conversion with other settings .*{difference}"
+        ):
+            job()
+        assert contents(dst) == before
+    assert dequantize_checkpoint(tiny, dst, max_shard_size="200KB").resumed_shards == 4
+
+
+def test_a_complete_conversion_is_left_as_it_is(checkpoints: Path, tmp_path: Path) -> None:
+    """A run that was killed between its last file and its exit is started again."""
+    dst = tmp_path / "out"
+    first = dequantize_checkpoint(checkpoints / "rtn", dst, max_shard_size="200KB")
+    inodes = {path.name: path.stat().st_ino for path in dst.iterdir()}
+    staging(dst).mkdir()
+    again = dequantize_checkpoint(checkpoints / "rtn", dst, max_shard_size="200KB")
+    assert {path.name: path.stat().st_ino for path in dst.iterdir()} == inodes
+    assert (again.resumed_shards, again.written_bytes) == (first.shards, 0)
+    assert (again.groups, again.loose_groups, again.worst) == (first.groups, first.loose_groups, first.worst)
+    next(dst.glob("*.safetensors")).unlink()
+    with pytest.raises(CheckpointError, match="already holds model-"):
+        dequantize_checkpoint(checkpoints / "rtn", dst, max_shard_size="200KB")
+
+
+def test_overwriting(tiny: Path, checkpoints: Path, tmp_path: Path) -> None:
+    dst = tmp_path / "out"
+    dequantize_checkpoint(tiny, dst, max_shard_size="200KB")
+    for job in (
+        lambda: dequantize_checkpoint(tiny, dst, max_shard_size="300KB"),
+        lambda: dequantize_checkpoint(checkpoints / "rtn", dst, max_shard_size="200KB"),
+        lambda: truncate_checkpoint(tiny, dst, 2, 4),
+    ):
+        with pytest.raises(CheckpointError, match="already holds model-00001"):
+            job()
+    truncate_checkpoint(tiny, dst, 2, 4, overwrite=True)
+    truncate_checkpoint(tiny, tmp_path / "expected", 2, 4)
+    assert_same(dst, contents(tmp_path / "expected"))
+
+
+def test_wrong_folders(tiny: Path, spoiled: Path, checkpoints: Path, tmp_path: Path) -> None:
+    plain = checkpoints / "kimi_bf16"
+    before = contents(spoiled)
+    (tmp_path / "file").write_text("x")
+    for message, job in (
+        ("source and destination at once", lambda: dequantize_checkpoint(spoiled, spoiled)),
+        ("lies inside the source", lambda: dequantize_checkpoint(spoiled, spoiled / "inner")),
+        ("lies inside the source", lambda: quantize_checkpoint(plain, spoiled / "inner", reference=spoiled)),
+        ("is a file", lambda: dequantize_checkpoint(spoiled, tmp_path / "file")),
+        ("no INT4 weights", lambda: dequantize_checkpoint(plain, tmp_path / "out")),
+        ("is INT4 already", lambda: quantize_checkpoint(spoiled, tmp_path / "out")),
+        (
+            "The reference has no quantization_config",
+            lambda: quantize_checkpoint(plain, tmp_path / "out", reference=plain),
+        ),
+        ("ask for 1 to 3", lambda: truncate_checkpoint(spoiled, tmp_path / "out", 4)),
+        ("ask for 1 to 8", lambda: truncate_checkpoint(spoiled, tmp_path / "out", 2, 9)),
+        (
+            "max_shard_size is 'big'",
+            lambda: dequantize_checkpoint(spoiled, tmp_path / "out", max_shard_size="big"),
+        ),
+        ("0 workers", lambda: dequantize_checkpoint(spoiled, tmp_path / "out", workers=0)),
+    ):
+        with pytest.raises(CheckpointError, match=message) as caught:
+            job()
+        assert "\n" not in str(caught.value)
+    assert contents(spoiled) == before
+    assert not (tmp_path / "out").exists()
+
+
+def test_require_fixed_point(checkpoints: Path, tmp_path: Path) -> None:
+    dequantize_checkpoint(checkpoints / "kimi", tmp_path / "kimi", require_fixed_point=True)
+    with pytest.raises(CheckpointError, match=r"groups of \S+ are no fixed point of amax/7: "):
+        dequantize_checkpoint(checkpoints / "rtn", tmp_path / "rtn", require_fixed_point=True)
+    with pytest.raises(CheckpointError, match="Without verification"):
+        dequantize_checkpoint(checkpoints / "kimi", tmp_path / "x", require_fixed_point=True, verify=False)
+    summary = dequantize_checkpoint(checkpoints / "rtn", tmp_path / "rtn", verify=False)
+    assert (summary.verified, summary.groups) == (False, 0)
+
+
+def test_a_bug_in_a_worker_keeps_its_traceback(tiny: Path, tmp_path: Path) -> None:
+    plan = plan_dequantize(tiny)
+    (shard,) = plan.shards
+    keeper = Staging(tmp_path / "out", plan, True, False)
+    with LocalWorkers(1) as workers:
+        (piece,) = convert_module._OpenShards(plan, keeper, [shard], workers, True).pieces()
+    piece.jobs.append(("no job", (0,)))  # type: ignore[arg-type]
+    assert "AttributeError" in answer(piece).bug
+    keeper.close()
+
+
+def test_a_damaged_manifest(tiny: Path, tmp_path: Path) -> None:
+    staging(tmp_path / "out").mkdir(parents=True)
+    (staging(tmp_path / "out") / "manifest.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"manifest.json cannot be read .*: remove"):
+        dequantize_checkpoint(tiny, tmp_path / "out")
+
+
+def test_a_config_without_text(spoiled: Path, tmp_path: Path) -> None:
+    edit_json(spoiled / "config.json", lambda config: config.pop("text_config"))
+    with pytest.raises(CheckpointError, match="text_config"):
+        truncate_checkpoint(spoiled, tmp_path / "out", 1)

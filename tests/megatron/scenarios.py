@@ -480,7 +480,10 @@ def batch_loss(model: Any, seed: int) -> torch.Tensor:
 def qat_pipeline(src: str, layout: Layout) -> dict[str, Any]:
     """Two pipeline stages under Megatron's own schedule, four microbatches in flight."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
+    # A global of Megatron's that a backward outside of a schedule has left in another shape.
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
     bridge, model = trainable(src, layout)
     disturb_experts(model)
     report = kimi.enable_fake_int4(model)

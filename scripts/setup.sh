@@ -69,7 +69,7 @@ build_te_wheel() {
   local cuda site work
   cuda=$(find_cuda) || fail "nvcc is needed to build Transformer Engine $te_version and was not found: install the CUDA 13 toolkit (or set CUDA_HOME), or put a transformer_engine_torch wheel into wheels/."
   say "no Transformer Engine wheel found: building one from source with $cuda. This takes about ten minutes, once."
-  uv pip install --quiet --python "$venv" --constraint scripts/constraints.txt torch numpy \
+  uv pip install --quiet --compile-bytecode --python "$venv" --constraint scripts/constraints.txt torch numpy \
     "transformer-engine-cu13==$te_version" setuptools pybind11 ninja
   site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
   work=$(mktemp -d)

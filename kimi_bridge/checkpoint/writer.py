@@ -72,10 +72,14 @@ class CheckpointWriter:
         self,
         dst: str | Path,
         specs: Sequence[TensorSpec],
-        max_shard_size: int | str = "5GB",
+        max_shard_size: int | str | None = "5GB",
         overwrite: bool = False,
+        *,
+        stem: str = "model",
+        metadata: dict[str, str] | None = None,
     ) -> None:
         self.dst = Path(dst)
+        self._metadata = metadata or {}
         self._overwrite = overwrite
         specs = [TensorSpec(*spec) for spec in specs]
         self._specs = {spec.name: spec for spec in specs}
@@ -85,7 +89,7 @@ class CheckpointWriter:
         self._finished = False
         self._moved: list[Path] = []
         _check_specs(specs)
-        plan = self.filename_to_tensors = plan_shards(specs, max_shard_size)
+        plan = self.filename_to_tensors = plan_shards(specs, max_shard_size, stem)
         self.weight_map = {name: filename for filename, names in plan.items() for name in names}
         self._refuse_old_weights()
         self._shards: dict[str, _Shard] = {}
@@ -186,7 +190,7 @@ class CheckpointWriter:
         """Creates every shard at its final size, with its header."""
         needed = 0
         for filename, names in self.filename_to_tensors.items():
-            header, offsets, size = shard_header([self._specs[name] for name in names])
+            header, offsets, size = shard_header([self._specs[name] for name in names], self._metadata)
             self._offsets.update(offsets)
             self._shards[filename] = _Shard(filename, folder / filename, header, size, len(names))
             needed += size
@@ -261,16 +265,20 @@ def _check_specs(specs: Sequence[TensorSpec]) -> None:
             raise CheckpointError(f"{name} has dtype {dtype}, which safetensors cannot hold: convert it.")
 
 
-def plan_shards(specs: Sequence[TensorSpec], max_shard_size: int | str = "5GB") -> dict[str, list[str]]:
+def plan_shards(
+    specs: Sequence[TensorSpec], max_shard_size: int | str | None = "5GB", stem: str = "model"
+) -> dict[str, list[str]]:
     """File names, and the tensors of each in order: full shards in the order of `specs`.
 
-    Raises CheckpointError for a max_shard_size that is no size.
+    Without a max_shard_size there is one. Raises CheckpointError for a max_shard_size that is no size.
     """
+    if max_shard_size is None:
+        return {f"{stem}.safetensors": [spec.name for spec in specs]}
     try:
         split = split_state_dict_into_shards_factory(
             {spec.name: spec for spec in specs},
             get_storage_size=lambda spec: spec.nbytes,
-            filename_pattern="model{suffix}.safetensors",
+            filename_pattern=stem + "{suffix}.safetensors",
             max_shard_size=max_shard_size,
         )
     except ValueError as error:
@@ -278,12 +286,14 @@ def plan_shards(specs: Sequence[TensorSpec], max_shard_size: int | str = "5GB") 
     return split.filename_to_tensors
 
 
-def shard_header(specs: list[TensorSpec]) -> tuple[bytes, dict[str, int], int]:
+def shard_header(
+    specs: list[TensorSpec], metadata: dict[str, str] | None = None
+) -> tuple[bytes, dict[str, int], int]:
     """The safetensors header of a file, the offset of each tensor in it, and the size of the file.
 
     Tensors with larger elements come first, which keeps all of them aligned.
     """
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     begins: dict[str, int] = {}
     end = 0
     for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):

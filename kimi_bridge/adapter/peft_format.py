@@ -1,0 +1,364 @@
+"""LoRA adapters in PEFT's form: names, ranks, scales, and the one scale that vLLM knows.
+
+A module `M` with weight `[out, in]` has `base_model.model.M.lora_A.weight` `[r, in]` and `....lora_B.weight`
+`[out, r]`; what is added to the weight is `scale * B A`, with `scale = alpha / r` of that module. PEFT finds
+both in `rank_pattern` and `alpha_pattern`. vLLM knows neither: it takes the `lora_alpha / r` of the whole
+adapter, so an adapter for vLLM has every module's scale in its B, and scale 1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from peft import LoraConfig
+from peft.utils.other import get_pattern_key
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from kimi_bridge.adapter.patterns import rank_patterns, target_modules
+from kimi_bridge.checkpoint.files import plain_disk_errors, write_json
+from kimi_bridge.checkpoint.reader import CheckpointReader
+from kimi_bridge.checkpoint.shards import TensorInfo, load_json
+from kimi_bridge.checkpoint.writer import CheckpointWriter, TensorSpec
+from kimi_bridge.errors import CheckpointError
+
+WEIGHTS_NAME, CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
+Target = Literal["vllm", "peft"]
+"""Who will read an adapter: vLLM (one scale, 1) or PEFT (each module's own)."""
+
+TEXT_PREFIX = "language_model."
+_PREFIX = "base_model.model."
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+_NOTES = "kimi_bridge"
+# Kinds of adapters whose delta is not scale * B A.
+_UNSUPPORTED = ("use_dora", "lora_bias", "modules_to_save", "target_parameters", "layer_replication")
+
+
+class ModuleSpec(NamedTuple):
+    """One adapted module: rank, alpha and dtype of its pair, and the `(out, in)` of its weight."""
+
+    rank: int
+    alpha: float
+    dtype: torch.dtype
+    shape: tuple[int, int]
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+@dataclass
+class AdapterPlan:
+    """What an adapter's files hold, known before any tensor is: config, tensors, and notes on the origin."""
+
+    config: LoraConfig
+    specs: list[TensorSpec]
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+class Adapter:
+    """An adapter's folder, checked when it is opened; tensors are read when they are asked for.
+
+    `modules` are named as the checkpoint's weights, without `.weight`; names of a text-only model
+    (`model.layers...`) get the prefix `language_model.`.
+
+    Raises:
+        CheckpointError: a missing, damaged or truncated file, half a pair, ranks that disagree, a kind of
+            adapter whose delta is not `scale * B A`.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise CheckpointError(f"{path} is no folder: give the one that holds {CONFIG_NAME}.")
+        self.config = _read_config(self.path)
+        self._reader = CheckpointReader(self.path)
+        self.notes = _read_notes(self.path)
+        self._pairs = _pairs(self._reader)
+        self.modules = {module: self._spec(module) for module in self._pairs}
+
+    def infos(self, module: str) -> tuple[TensorInfo, TensorInfo]:
+        """Where A and B of a module lie in the file."""
+        name_a, name_b = self._pairs[module]
+        return self._reader.info(name_a), self._reader.info(name_b)
+
+    def tensors(self, module: str) -> tuple[Tensor, Tensor]:
+        """A `[r, in]` and B `[out, r]`. Raises CheckpointError for NaN or Inf."""
+        pair = [self._reader.tensor(name) for name in self._pairs[module]]
+        for name, tensor in zip(self._pairs[module], pair, strict=True):
+            check_finite(name, tensor, self.path)
+        return pair[0], pair[1]
+
+    def _spec(self, module: str) -> ModuleSpec:
+        a, b = self.infos(module)
+        name = self._pairs[module][0].removeprefix(_PREFIX).removesuffix(_A)
+        rank = _by_pattern(self.config.rank_pattern, name, self.config.r)
+        alpha = _by_pattern(self.config.alpha_pattern, name, self.config.lora_alpha)
+        if len(a.shape) != 2 or len(b.shape) != 2 or a.dtype != b.dtype or not a.dtype.is_floating_point:
+            raise CheckpointError(
+                f"{module} has lora_A {a.dtype} {list(a.shape)} and lora_B {b.dtype} {list(b.shape)} in"
+                f" {self.path}: two matrices of one floating dtype belong there; export the adapter again."
+            )
+        if not a.shape[0] == b.shape[1] == rank:
+            raise CheckpointError(
+                f"{module}: lora_A is {list(a.shape)}, lora_B {list(b.shape)}, and {CONFIG_NAME} says rank"
+                f" {rank}: they disagree, so weights and config of {self.path} do not belong together."
+            )
+        # rsLoRA divides by sqrt(r): https://arxiv.org/abs/2312.03732
+        alpha = alpha * math.sqrt(rank) if self.config.use_rslora else alpha
+        return ModuleSpec(rank, alpha, a.dtype, (b.shape[0], a.shape[1]))
+
+
+def load_adapter(path: str | Path) -> Adapter:
+    """Opens the adapter in a folder. Raises CheckpointError, see `Adapter`."""
+    return Adapter(path)
+
+
+def plan_adapter(
+    modules: Mapping[str, ModuleSpec],
+    base: CheckpointReader,
+    target: Target = "vllm",
+    *,
+    rank: int | None = None,
+    alpha: float | None = None,
+    dropout: float = 0.0,
+    base_name: str | None = None,
+    notes: Mapping[str, Any] | None = None,
+) -> AdapterPlan:
+    """Config and tensors of an adapter for `modules` of the checkpoint `base`.
+
+    For "peft", `rank` and `alpha` (default: those of the first module) are the config's `r` and
+    `lora_alpha`, and patterns state what differs. For "vllm" `r` is the largest rank, and alpha equals the
+    rank everywhere: pass each B through `fold_scale`.
+
+    Raises:
+        CheckpointError: no modules, an unknown target, modules that `base` does not have.
+    """
+    if target not in get_args(Target):
+        raise CheckpointError(f"unknown kind of reader {target!r}: choose vllm or peft.")
+    if not modules:
+        raise CheckpointError("the adapter has no modules: nothing was trained.")
+    check_base(modules, base, "the model")
+    first = next(iter(modules.values()))
+    if target == "vllm":
+        rank = max(spec.rank for spec in modules.values())
+        alpha = rank
+        alphas: dict[str, float] = {module: spec.rank for module, spec in modules.items()}
+    else:
+        rank, alpha = rank or first.rank, first.alpha if alpha is None else alpha
+        alphas = {module: spec.alpha for module, spec in modules.items()}
+    config = LoraConfig(
+        base_model_name_or_path=base_name or str(base.path),
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+        r=rank,
+        lora_alpha=_plain(alpha),  # type: ignore[arg-type]  # peft's hint says int, its code takes any
+        lora_dropout=dropout,
+        target_modules=target_modules(modules, linear_modules(base) - modules.keys()),
+        rank_pattern={
+            key: int(value)
+            for key, value in rank_patterns({m: spec.rank for m, spec in modules.items()}, rank).items()
+        },
+        alpha_pattern={key: _plain(value) for key, value in rank_patterns(alphas, alpha).items()},
+    )
+    specs = [
+        TensorSpec(name, spec.dtype, shape)
+        for module, spec in modules.items()
+        for name, shape in (
+            (tensor_name(module, "A"), (spec.rank, spec.shape[1])),
+            (tensor_name(module, "B"), (spec.shape[0], spec.rank)),
+        )
+    ]
+    return AdapterPlan(config, specs, {"base": fingerprint(base), **(notes or {})})
+
+
+def save_adapter(
+    dst: str | Path, plan: AdapterPlan, tensors: Iterable[tuple[str, Tensor]], overwrite: bool = False
+) -> None:
+    """Writes `adapter_model.safetensors` and `adapter_config.json`, tensor by tensor in any order.
+
+    Nothing appears under its final name before all of it is there.
+
+    Raises:
+        CheckpointError: a tensor that the plan does not have or that is missing at the end, NaN or Inf, a
+            folder that already holds weights (unless `overwrite`).
+    """
+    with adapter_writer(dst, plan, overwrite) as writer:
+        for name, tensor in tensors:
+            check_finite(name, tensor, "the model")
+            writer.write(name, tensor)
+    write_config(dst, plan.config)
+
+
+def adapter_writer(dst: str | Path, plan: AdapterPlan, overwrite: bool = False) -> CheckpointWriter:
+    """Writes the tensors of a plan; `write_config` comes after it has finished."""
+    return CheckpointWriter(
+        dst, plan.specs, None, overwrite, stem="adapter_model", metadata={_NOTES: json.dumps(plan.notes)}
+    )
+
+
+def write_config(dst: str | Path, config: LoraConfig) -> None:
+    """Writes `adapter_config.json`."""
+    target = Path(dst) / CONFIG_NAME
+    with plain_disk_errors(target):
+        write_json(target, config_dict(config))
+
+
+def config_dict(config: LoraConfig) -> dict[str, Any]:
+    """What peft writes into `adapter_config.json`, in an order that does not change between runs."""
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        content = json.loads((Path(folder) / CONFIG_NAME).read_text())
+    return content | {"target_modules": sorted(content["target_modules"])}
+
+
+def tensor_name(module: str, part: Literal["A", "B"]) -> str:
+    """The name of a module's A or B in `adapter_model.safetensors`."""
+    return f"{_PREFIX}{module}{_A if part == 'A' else _B}"
+
+
+def fold_scale(b: Tensor, scale: float) -> Tensor:
+    """`scale * B`, computed in float32 and rounded once to B's dtype."""
+    return b if scale == 1 else (b.float() * scale).to(b.dtype)
+
+
+def linear_modules(base: CheckpointReader) -> set[str]:
+    """The modules of the text model that have a matrix to adapt: no norms, no embedding."""
+    return {
+        name.removesuffix(".weight")
+        for name in base.weight_names()
+        if name.startswith(TEXT_PREFIX)
+        and name.endswith(".weight")
+        and not name.endswith("embed_tokens.weight")
+        and len(base.shape(name)) == 2
+    }
+
+
+def check_base(modules: Mapping[str, ModuleSpec], base: CheckpointReader, whose: str) -> None:
+    """Raises CheckpointError for a module that the checkpoint lacks or has in another shape."""
+    linears = linear_modules(base)
+    for module, spec in modules.items():
+        if module not in linears:
+            raise CheckpointError(
+                f"{whose} adapts {module}, which {base.path} does not have: it belongs to another base model."
+            )
+        shape = base.shape(f"{module}.weight")
+        if shape != spec.shape:
+            raise CheckpointError(
+                f"{whose} adapts {module} as {list(spec.shape)}, which is {list(shape)} in {base.path}: it"
+                " belongs to another base model."
+            )
+
+
+def check_fingerprint(adapter: Adapter, base: CheckpointReader) -> None:
+    """Raises CheckpointError for an adapter that was exported from another checkpoint than `base`.
+
+    Adapters of other tools do not say where they come from; their names and shapes are all there is.
+    """
+    noted = adapter.notes.get("base")
+    if noted is not None and noted != fingerprint(base):
+        raise CheckpointError(
+            f"{adapter.path} was trained on another base model than {base.path} (its config names"
+            f" {adapter.config.base_model_name_or_path}): use the checkpoint that it was trained on."
+        )
+
+
+def fingerprint(base: CheckpointReader) -> str:
+    """Of a checkpoint's text model: names, shapes and the norms' bytes, which LoRA training leaves alone.
+
+    The same for an INT4 checkpoint and what it dequantizes to.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(base.weight_names()):
+        if name.startswith(TEXT_PREFIX):
+            shape = base.shape(name)
+            digest.update(f"{name} {shape}\n".encode())
+            if len(shape) == 1:
+                digest.update(base.tensor(name).reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def check_finite(name: str, tensor: Tensor, where: object) -> None:
+    """Raises CheckpointError for NaN or Inf."""
+    if not tensor.isfinite().all():
+        raise CheckpointError(
+            f"{name} of {where} holds NaN or Inf: the training has diverged, or the file is damaged; go back"
+            " to an earlier adapter."
+        )
+
+
+def _by_pattern(patterns: dict[str, Any] | None, name: str, default: float) -> Any:
+    return patterns.get(get_pattern_key(list(patterns), name), default) if patterns else default
+
+
+def _plain(value: float) -> float:
+    """8 instead of 8.0 in the JSON, as other tools write it."""
+    return int(value) if float(value).is_integer() else value
+
+
+def _read_config(folder: Path) -> LoraConfig:
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no {CONFIG_NAME}: give the folder of a PEFT adapter.")
+    content = load_json(path)
+    kind = content.get("peft_type") if isinstance(content, dict) else None
+    if kind != "LORA":
+        raise CheckpointError(f"{path} describes a {kind} adapter: only LORA is supported.")
+    for key in _UNSUPPORTED:
+        if content.get(key):
+            raise CheckpointError(f"{path} sets {key}, which is not supported: only plain LoRA is.")
+    if content.get("bias", "none") != "none":
+        raise CheckpointError(f"{path} sets bias={content['bias']!r}: only bias='none' is supported.")
+    try:
+        config = LoraConfig.from_pretrained(str(folder))
+    except Exception as error:  # whatever peft makes of a file that is not its own
+        raise CheckpointError(f"{path} is no LoRA config ({error}): export the adapter again.") from error
+    numbers: list[Any] = [config.r, config.lora_alpha]
+    for patterns in (config.rank_pattern, config.alpha_pattern):
+        numbers.extend((patterns or {}).values())
+    if not all(isinstance(n, int | float) and math.isfinite(n) for n in numbers) or config.r < 1:
+        raise CheckpointError(f"{path} holds a rank or alpha that is no number: export the adapter again.")
+    return config
+
+
+def _read_notes(folder: Path) -> dict[str, Any]:
+    """What `save_adapter` noted; adapters of other tools have no notes."""
+    try:
+        with safe_open(folder / WEIGHTS_NAME, framework="pt") as file:
+            notes = json.loads((file.metadata() or {}).get(_NOTES, "{}"))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder / WEIGHTS_NAME} cannot be read ({error}): export the adapter again."
+        ) from error
+    if not isinstance(notes, dict):
+        raise CheckpointError(f"{folder / WEIGHTS_NAME} has notes that are no object: export it again.")
+    return notes
+
+
+def _pairs(reader: CheckpointReader) -> dict[str, tuple[str, str]]:
+    """The stored names of A and B by module."""
+    pairs: dict[str, tuple[str, str]] = {}
+    for name in reader.names():
+        module = name.removeprefix(_PREFIX).removesuffix(_A).removesuffix(_B)
+        if not name.startswith(_PREFIX) or not name.endswith((_A, _B)):
+            raise CheckpointError(
+                f"{name} in {reader.path} is no {_PREFIX}MODULE{_A} or {_B}: only plain LoRA is supported."
+            )
+        stem = _PREFIX + module
+        for half in (stem + _A, stem + _B):
+            if half not in reader:
+                raise CheckpointError(
+                    f"{half} is missing in {reader.path}, but {name} is there: export the adapter again."
+                )
+        if not module.startswith(TEXT_PREFIX):
+            module = TEXT_PREFIX + module
+        pairs[module] = (stem + _A, stem + _B)
+    return pairs

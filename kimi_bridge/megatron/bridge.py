@@ -30,6 +30,7 @@ from transformers.configuration_utils import PretrainedConfig
 from kimi_bridge.errors import CheckpointError, KimiBridgeError
 from kimi_bridge.megatron import transfer
 from kimi_bridge.megatron.collective import on_every_rank
+from kimi_bridge.megatron.expert_lora import correct_expert_adapters
 from kimi_bridge.megatron.pretrained import KimiStateSource, install_source, use_pretrained_class
 from kimi_bridge.megatron.spec import direct_query_block_spec
 
@@ -144,7 +145,8 @@ class KimiK25TextBridge(DeepSeekV3Bridge):
                 if self._is_adapter_param_name(name):
                     raise KimiBridgeError(
                         f"the model holds adapters ({name}), which an INT4 export cannot merge exactly:"
-                        " export the adapter by itself with export_adapter_weights."
+                        " export the adapter by itself with kimi_bridge.megatron.export_adapter, and merge"
+                        " it with `kimi-bridge merge-adapter`."
                     )
 
 
@@ -181,6 +183,7 @@ def register() -> None:
         source=ARCHITECTURE, target=GPTModel, provider=MLAModelProvider, model_type="kimi_k25"
     )(KimiK25TextBridge)
     use_pretrained_class()
+    correct_expert_adapters()
     # A Megatron checkpoint names the layer spec's function, and loading one checks whose it is.
     register_allowed_target_prefix("kimi_bridge.")
 

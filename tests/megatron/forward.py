@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 import torch
+from megatron.core.extensions.transformer_engine import TEGroupedLinear
+from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.tensor_parallel import random
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region, random
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe import moe_utils
 from torch.overrides import TorchFunctionMode
@@ -48,12 +52,15 @@ class CudaMeansCpu(TorchFunctionMode):
 def log_probabilities(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """[batch, sequence] -> [batch, sequence, vocabulary], float32."""
     positions = torch.arange(ids.shape[1]).expand(ids.shape)
-    with torch.no_grad():
-        return model(ids, positions, None).float().log_softmax(-1)
+    logits = gather_from_tensor_model_parallel_region(model(ids, positions, None).float())
+    return logits.log_softmax(-1)
 
 
-def local_spec_provider(provider: Any, dtype: torch.dtype | None = None) -> None:
-    """Sets a provider to the local spec, without fused kernels, in `dtype` (default: as it is)."""
+def local_spec_provider(provider: Any, dtype: torch.dtype | None = None, grouped: bool = False) -> None:
+    """Sets a provider to the local spec, without fused kernels, in `dtype` (default: as it is).
+
+    `grouped` takes Transformer Engine's grouped experts, whose one GEMM is done expert by expert here.
+    """
     # The router's GEMM would go through Transformer Engine although the layers do not.
     moe_utils.te_general_gemm = None
     # Recomputation saves and restores CUDA's random state; there is only the CPU's here.
@@ -61,8 +68,8 @@ def local_spec_provider(provider: Any, dtype: torch.dtype | None = None) -> None
     random._set_cuda_rng_state = lambda *_args, **_kwargs: None
     # DDP asks which stream it is on, to wait for it.
     torch.cuda.current_stream = lambda *_args, **_kwargs: None
-    provider.transformer_layer_spec = _local_spec
-    provider.moe_grouped_gemm = False
+    provider.transformer_layer_spec = _grouped_spec if grouped else _local_spec
+    provider.moe_grouped_gemm = grouped
     provider.moe_permute_fusion = False
     provider.bias_activation_fusion = False
     provider.bias_dropout_fusion = False
@@ -84,3 +91,22 @@ def _local_spec(config: Any, vp_stage: int | None = None) -> Any:
     for layer in spec.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = CausalAttention
     return spec
+
+
+def _grouped_spec(config: Any, vp_stage: int | None = None) -> Any:
+    TEGroupedLinear.forward = _expert_by_expert
+    spec = _local_spec(config, vp_stage)
+    for layer in spec.layer_specs:
+        mlp = layer.submodules.mlp
+        if isinstance(mlp, functools.partial) and "submodules" in mlp.keywords:
+            experts = TESpecProvider().grouped_mlp_modules(True)
+            if hasattr(mlp.keywords["submodules"], "experts"):
+                submodules = dataclasses.replace(mlp.keywords["submodules"], experts=experts)
+                layer.submodules.mlp = functools.partial(mlp.func, submodules=submodules)
+    return spec
+
+
+def _expert_by_expert(linear: Any, hidden: torch.Tensor, m_splits: Any, **_kwargs: Any) -> Any:
+    parts = hidden.split([int(count) for count in m_splits])
+    weights = [getattr(linear, f"weight{i}") for i in range(linear.num_gemms)]
+    return torch.cat([torch.nn.functional.linear(x, w) for x, w in zip(parts, weights, strict=True)]), None

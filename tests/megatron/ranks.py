@@ -2,7 +2,7 @@
 
 Importing Megatron takes 10 to 30 seconds, so one process imports it, the ranks are forked from that one,
 and the tests share the ranks instead of starting torchrun each. A scenario is a function of
-`tests.megatron.scenarios`; every rank runs it.
+`tests.megatron.scenarios`, or MODULE.FUNCTION of `tests.megatron`; every rank runs it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 WORLD_SIZE = 4
-SECONDS = 600
+SECONDS = 180
 
 
 class Layout(dict):
@@ -94,11 +94,15 @@ def join(rank: int, rendezvous: str) -> None:
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD_SIZE)
+    # A rank that fails at once must not take the store away from those that still connect.
+    dist.barrier()
 
 
 def _serve(rank: int, pipe: Any) -> None:
     os.environ["RANK"] = str(rank)
     import torch
+
+    from kimi_bridge.megatron import runtime
 
     torch.set_num_threads(1)
     while (job := pipe.recv()) is not None:
@@ -106,12 +110,13 @@ def _serve(rank: int, pipe: Any) -> None:
         try:
             # A process group for each: the groups of a layout have threads that only end with it.
             join(rank, rendezvous)
-            module = importlib.import_module("tests.megatron.scenarios")
+            name, _, function = scenario.rpartition(".")
+            module = importlib.import_module(f"tests.megatron.{name or 'scenarios'}")
             layouts = {
-                key: module.Layout(**value) for key, value in kwargs.items() if isinstance(value, Layout)
+                key: runtime.Layout(**value) for key, value in kwargs.items() if isinstance(value, Layout)
             }
-            pipe.send(getattr(module, scenario)(**kwargs | layouts))
+            pipe.send(getattr(module, function)(**kwargs | layouts))
         except Exception as error:
             pipe.send(RankError(type(error).__name__, str(error), traceback.format_exc()))
         finally:
-            module.runtime.shutdown()
+            runtime.shutdown()

@@ -12,7 +12,8 @@ from kimi_bridge.checkpoint import CheckpointReader
 PREFIX = "language_model."
 
 
-def reference_model(src: str | Path) -> DeepseekV3ForCausalLM:
+def reference_model(src: str | Path, deltas: dict[str, torch.Tensor] | None = None) -> DeepseekV3ForCausalLM:
+    """`deltas` are added to the weights, by their modules' names in the checkpoint, in float32."""
     reader = CheckpointReader(src)
     config = reader.config.text_config
     config._attn_implementation = "eager"
@@ -20,6 +21,8 @@ def reference_model(src: str | Path) -> DeepseekV3ForCausalLM:
     model = DeepseekV3ForCausalLM(config).to(torch.float32).eval()
     names = [name for name in reader.weight_names() if name.startswith(PREFIX)]
     weights = {name.removeprefix(PREFIX): reader.weight(name).to(torch.float32) for name in names}
+    for module, delta in (deltas or {}).items():
+        weights[f"{module.removeprefix(PREFIX)}.weight"] += delta
     for layer in range(config.first_k_dense_replace, config.num_hidden_layers):
         _fuse_experts(weights, f"model.layers.{layer}.mlp.experts", config.n_routed_experts)
     model.load_state_dict(weights, strict=True)

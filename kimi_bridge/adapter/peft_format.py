@@ -27,6 +27,7 @@ from kimi_bridge.adapter.patterns import rank_patterns, target_modules
 from kimi_bridge.checkpoint.files import plain_disk_errors, write_json
 from kimi_bridge.checkpoint.reader import CheckpointReader
 from kimi_bridge.checkpoint.shards import TensorInfo, load_json
+from kimi_bridge.checkpoint.triplets import SCALE_DTYPES
 from kimi_bridge.checkpoint.writer import CheckpointWriter, TensorSpec
 from kimi_bridge.errors import CheckpointError
 
@@ -102,10 +103,11 @@ class Adapter:
         name = self._pairs[module][0].removeprefix(_PREFIX).removesuffix(_A)
         rank = _by_pattern(self.config.rank_pattern, name, self.config.r)
         alpha = _by_pattern(self.config.alpha_pattern, name, self.config.lora_alpha)
-        if len(a.shape) != 2 or len(b.shape) != 2 or a.dtype != b.dtype or not a.dtype.is_floating_point:
+        if len(a.shape) != 2 or len(b.shape) != 2 or a.dtype != b.dtype or a.dtype not in SCALE_DTYPES:
             raise CheckpointError(
                 f"{module} has lora_A {a.dtype} {list(a.shape)} and lora_B {b.dtype} {list(b.shape)} in"
-                f" {self.path}: two matrices of one floating dtype belong there; export the adapter again."
+                f" {self.path}: two matrices in bfloat16, float16 or float32 belong there; export the adapter"
+                " again."
             )
         if not a.shape[0] == b.shape[1] == rank:
             raise CheckpointError(

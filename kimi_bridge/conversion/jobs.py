@@ -175,6 +175,8 @@ class Findings:
     def add_merged(self, kind: str, merged: Merged) -> None:
         """Takes in one merged weight, or several."""
         self.merged[kind] = self.merged.get(kind, Merged()).plus(merged)
+        # In an order that does not depend on which worker ended first.
+        self.merged = dict(sorted(self.merged.items()))
 
     def add_weight(self, name: str, loose: int, groups: int) -> None:
         """Takes in one INT4 weight."""

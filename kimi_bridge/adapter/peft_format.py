@@ -72,8 +72,8 @@ class Adapter:
     (`model.layers...`) get the prefix `language_model.`.
 
     Raises:
-        CheckpointError: a missing, damaged or truncated file, half a pair, ranks that disagree, a kind of
-            adapter whose delta is not `scale * B A`.
+        CheckpointError: a missing, damaged or truncated file, half a pair or none, two pairs for one module,
+            ranks that disagree, a kind of adapter whose delta is not `scale * B A`.
     """
 
     def __init__(self, path: str | Path):
@@ -325,7 +325,7 @@ def _read_config(folder: Path) -> LoraConfig:
         raise CheckpointError(f"{path} is no LoRA config ({error}): export the adapter again.") from error
     numbers: list[Any] = [config.r, config.lora_alpha]
     for patterns in (config.rank_pattern, config.alpha_pattern):
-        numbers.extend((patterns or {}).values())
+        numbers.extend(patterns.values() if isinstance(patterns, dict) else [patterns or 0])
     if not all(isinstance(n, int | float) and math.isfinite(n) for n in numbers) or config.r < 1:
         raise CheckpointError(f"{path} holds a rank or alpha that is no number: export the adapter again.")
     return config
@@ -362,5 +362,12 @@ def _pairs(reader: CheckpointReader) -> dict[str, tuple[str, str]]:
                 )
         if not module.startswith(TEXT_PREFIX):
             module = TEXT_PREFIX + module
-        pairs[module] = (stem + _A, stem + _B)
+        pair = stem + _A, stem + _B
+        if pairs.setdefault(module, pair) != pair:
+            raise CheckpointError(
+                f"{reader.path} adapts {module} twice, with {TEXT_PREFIX} in its name and without: remove"
+                " one of them."
+            )
+    if not pairs:
+        raise CheckpointError(f"{reader.path} holds no pair of lora_A and lora_B: export the adapter again.")
     return pairs

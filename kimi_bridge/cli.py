@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import kimi_bridge
-from kimi_bridge.cli_convert import Json, Overwrite, Source, dequantize, quantize, truncate
+from kimi_bridge.cli_convert import Json, Overwrite, Source, dequantize, merge_adapter, quantize, truncate
 from kimi_bridge.errors import KimiBridgeError
 from kimi_bridge.report import (
     check_plot,
@@ -236,7 +236,7 @@ def export(
     _say(f"{hf_path}: written")
 
 
-for _verb in (dequantize, quantize, truncate):
+for _verb in (dequantize, quantize, truncate, merge_adapter):
     app.command()(_verb)
 
 

@@ -1,4 +1,4 @@
-"""The verbs that convert checkpoints: dequantize, quantize, truncate."""
+"""The verbs that convert checkpoints: dequantize, quantize, truncate, merge-adapter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kimi_bridge.report import complain, print_plan, print_summary
+from kimi_bridge.report import complain, print_merge, print_plan, print_summary
 
 if TYPE_CHECKING:
     from kimi_bridge.checkpoint import Summary
@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 class Scheme(StrEnum):
     kimi = "kimi"
     rtn = "rtn"
+
+
+class Output(StrEnum):
+    int4 = "int4"
+    bf16 = "bf16"
 
 
 Source = Annotated[str, typer.Argument(help="Folder or hub id.")]
@@ -138,6 +143,49 @@ def truncate(
     _convert(partial(truncate_checkpoint, folder, dst, layers, experts), options, as_json)
 
 
+def merge_adapter(
+    base: Annotated[str, typer.Argument(help="Folder or hub id of the checkpoint that was trained on.")],
+    adapter: Annotated[str, typer.Argument(help="Folder or hub id of a PEFT LoRA adapter.")],
+    dst: Destination,
+    output: Annotated[Output | None, typer.Option(help="Of the result (default: as BASE is).")] = None,
+    scheme: SchemeOption = Scheme.kimi,
+    workers: Workers = None,
+    ray_address: RayAddress = None,
+    max_shard_size: MaxShardSize = "5GB",
+    no_verify: NoVerify = False,
+    overwrite: Overwrite = False,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Merges a LoRA adapter into its base. Interrupted, it goes on when it is started again.
+
+    Reports by kind of weight how well the result holds the update, and warns where INT4 loses it. Groups
+    that the update does not change keep their bits.
+
+    Example: kimi-bridge merge-adapter moonshotai/Kimi-K2.5 ./adapter ./merged --output bf16
+
+    Example: kimi-bridge merge-adapter ./k25-bf16 ./adapter ./merged-int4 --output int4 --workers 8
+    """
+    from kimi_bridge.adapter import merge_adapter as merge
+    from kimi_bridge.adapter.merge import plan_merge
+    from kimi_bridge.checkpoint import resolve_checkpoint
+
+    folder, lora, how = resolve_checkpoint(base), resolve_checkpoint(adapter), _scheme(scheme)
+    int4 = None if output is None else output is Output.int4
+    if dry_run:
+        print_plan(plan_merge(folder, lora, int4, how, max_shard_size), dst)
+        return
+    job = partial(merge, folder, lora, dst, int4=int4, scheme=how, workers=workers, ray_address=ray_address)
+    job = partial(job, max_shard_size=max_shard_size, verify=not no_verify, overwrite=overwrite)
+    summary = _run(job)
+    if as_json:
+        print(json.dumps(summary.to_dict(), indent=2))
+    else:
+        print_merge(summary)
+    for warning in summary.warnings:
+        complain(f"WARNING: {warning}")
+
+
 @dataclass
 class _Options:
     """The keyword arguments that all conversions take."""
@@ -151,18 +199,22 @@ class _Options:
 
 
 def _convert(job: Callable[..., Summary], options: _Options, as_json: bool) -> None:
-    from kimi_bridge.progress import progress
-
-    try:
-        with progress("Converting") as advance:
-            summary = job(**asdict(options), progress=advance)
-    except KeyboardInterrupt:
-        complain("interrupted: finished shards are kept, run the same command again to go on")
-        raise typer.Exit(130) from None
+    summary = _run(partial(job, **asdict(options)))
     if as_json:
         print(json.dumps(summary.to_dict(), indent=2))
     else:
         print_summary(summary)
+
+
+def _run[T](job: Callable[..., T]) -> T:
+    from kimi_bridge.progress import progress
+
+    try:
+        with progress("Converting") as advance:
+            return job(progress=advance)
+    except KeyboardInterrupt:
+        complain("interrupted: finished shards are kept, run the same command again to go on")
+        raise typer.Exit(130) from None
 
 
 def _scheme(scheme: Scheme) -> Int4Scheme:

@@ -12,6 +12,7 @@ from rich.table import Table
 from kimi_bridge.errors import KimiBridgeError
 
 if TYPE_CHECKING:
+    from kimi_bridge.adapter import MergeSummary
     from kimi_bridge.checkpoint import Inspection, Report, Summary
     from kimi_bridge.checkpoint.convert_plan import Plan
     from kimi_bridge.checkpoint.verify import Difference
@@ -157,3 +158,16 @@ def print_summary(summary: Summary) -> None:
         say(f"  {name}: {loose:,} of {groups:,}")
     if summary.loose_groups:
         say("  quantizing their values gives other bits: keep the INT4 checkpoint, for --reference")
+
+
+def print_merge(summary: MergeSummary) -> None:
+    """What a merge did, and how well its result holds the update, by kind of weight."""
+    print_summary(summary)
+    if not summary.kinds:
+        return
+    table = Table("merged", "weights", "SNR dB", "SNR of the update dB", "groups", "changed")
+    for entry in summary.kinds:
+        ratios = ["" if ratio is None else f"{ratio:.1f}" for ratio in (entry.snr_db, entry.update_snr_db)]
+        groups = [f"{entry.groups:,}", f"{entry.changed_groups:,}"] if entry.groups else ["", ""]
+        table.add_row(entry.kind, f"{entry.weights:,}", *ratios, *groups)
+    out.print(table)

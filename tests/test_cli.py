@@ -13,7 +13,7 @@ import pytest
 from kimi_bridge.checkpoint import synthesize_checkpoint
 
 VERBS = ("demo", "doctor", "inspect", "synthesize", "import", "export", "verify")
-VERBS += ("dequantize", "quantize", "truncate")
+VERBS += ("dequantize", "quantize", "truncate", "merge-adapter")
 
 
 def run(

@@ -20,8 +20,8 @@ LAYERS = {
     "megatron": {"int4", "checkpoint", "adapter"},
     "doctor": set(),
     "demo": {"checkpoint"},
-    "report": {"checkpoint"},
-    "cli_convert": {"int4", "checkpoint", "report"},
+    "report": {"adapter", "checkpoint"},
+    "cli_convert": {"int4", "adapter", "checkpoint", "report"},
     "cli": {"checkpoint", "megatron", "doctor", "demo", "report", "cli_convert"},
     "__main__": {"cli"},
 }

@@ -1,5 +1,6 @@
 """LoRA adapters in PEFT's form: read, written, merged."""
 
+from kimi_bridge.adapter.merge import MergedKind, MergeSummary, merge_adapter
 from kimi_bridge.adapter.peft_format import (
     Adapter,
     AdapterPlan,
@@ -13,9 +14,12 @@ from kimi_bridge.adapter.peft_format import (
 __all__ = [
     "Adapter",
     "AdapterPlan",
+    "MergeSummary",
+    "MergedKind",
     "ModuleSpec",
     "fold_scale",
     "load_adapter",
+    "merge_adapter",
     "plan_adapter",
     "save_adapter",
 ]

@@ -27,6 +27,7 @@ from kimi_bridge.adapter.patterns import rank_patterns, target_modules
 from kimi_bridge.checkpoint.files import plain_disk_errors, write_json
 from kimi_bridge.checkpoint.reader import CheckpointReader
 from kimi_bridge.checkpoint.shards import TensorInfo, load_json
+from kimi_bridge.checkpoint.triplets import SCALE_DTYPES
 from kimi_bridge.checkpoint.writer import CheckpointWriter, TensorSpec
 from kimi_bridge.errors import CheckpointError
 
@@ -71,8 +72,8 @@ class Adapter:
     (`model.layers...`) get the prefix `language_model.`.
 
     Raises:
-        CheckpointError: a missing, damaged or truncated file, half a pair, ranks that disagree, a kind of
-            adapter whose delta is not `scale * B A`.
+        CheckpointError: a missing, damaged or truncated file, half a pair or none, two pairs for one module,
+            ranks that disagree, a kind of adapter whose delta is not `scale * B A`.
     """
 
     def __init__(self, path: str | Path):
@@ -102,10 +103,11 @@ class Adapter:
         name = self._pairs[module][0].removeprefix(_PREFIX).removesuffix(_A)
         rank = _by_pattern(self.config.rank_pattern, name, self.config.r)
         alpha = _by_pattern(self.config.alpha_pattern, name, self.config.lora_alpha)
-        if len(a.shape) != 2 or len(b.shape) != 2 or a.dtype != b.dtype or not a.dtype.is_floating_point:
+        if len(a.shape) != 2 or len(b.shape) != 2 or a.dtype != b.dtype or a.dtype not in SCALE_DTYPES:
             raise CheckpointError(
                 f"{module} has lora_A {a.dtype} {list(a.shape)} and lora_B {b.dtype} {list(b.shape)} in"
-                f" {self.path}: two matrices of one floating dtype belong there; export the adapter again."
+                f" {self.path}: two matrices in bfloat16, float16 or float32 belong there; export the adapter"
+                " again."
             )
         if not a.shape[0] == b.shape[1] == rank:
             raise CheckpointError(
@@ -323,7 +325,7 @@ def _read_config(folder: Path) -> LoraConfig:
         raise CheckpointError(f"{path} is no LoRA config ({error}): export the adapter again.") from error
     numbers: list[Any] = [config.r, config.lora_alpha]
     for patterns in (config.rank_pattern, config.alpha_pattern):
-        numbers.extend((patterns or {}).values())
+        numbers.extend(patterns.values() if isinstance(patterns, dict) else [patterns or 0])
     if not all(isinstance(n, int | float) and math.isfinite(n) for n in numbers) or config.r < 1:
         raise CheckpointError(f"{path} holds a rank or alpha that is no number: export the adapter again.")
     return config
@@ -360,5 +362,12 @@ def _pairs(reader: CheckpointReader) -> dict[str, tuple[str, str]]:
                 )
         if not module.startswith(TEXT_PREFIX):
             module = TEXT_PREFIX + module
-        pairs[module] = (stem + _A, stem + _B)
+        pair = stem + _A, stem + _B
+        if pairs.setdefault(module, pair) != pair:
+            raise CheckpointError(
+                f"{reader.path} adapts {module} twice, with {TEXT_PREFIX} in its name and without: remove"
+                " one of them."
+            )
+    if not pairs:
+        raise CheckpointError(f"{reader.path} holds no pair of lora_A and lora_B: export the adapter again.")
     return pairs

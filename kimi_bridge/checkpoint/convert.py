@@ -10,10 +10,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kimi_bridge.checkpoint.convert_plan import Plan, Unit, plan_dequantize, plan_quantize, plan_truncate
+from kimi_bridge.checkpoint.convert_plan import Plan, plan_dequantize, plan_quantize, plan_truncate
 from kimi_bridge.checkpoint.convert_pool import LocalWorkers
 from kimi_bridge.checkpoint.convert_ray import RayWorkers
 from kimi_bridge.checkpoint.convert_staging import Staging, check_folders
+from kimi_bridge.checkpoint.convert_units import Unit
 from kimi_bridge.conversion.jobs import Copy, Findings, Job, Loose, Piece, Reply
 from kimi_bridge.errors import CheckpointError
 from kimi_bridge.int4 import KIMI_QAT, Int4Scheme
@@ -79,8 +80,8 @@ def dequantize_checkpoint(
     """
     check_folders(Path(dst), Path(src))
     plan = plan_dequantize(src, max_shard_size, scheme)
-    options = _Options(workers, ray_address, verify, require_fixed_point, overwrite, progress)
-    return _convert(plan, Path(dst), options)
+    options = Options(workers, ray_address, verify, require_fixed_point, overwrite, progress)
+    return run_plan(plan, Path(dst), options)[0]
 
 
 def quantize_checkpoint(
@@ -105,8 +106,8 @@ def quantize_checkpoint(
     """
     check_folders(Path(dst), Path(src), None if reference is None else Path(reference))
     plan = plan_quantize(src, scheme, reference, max_shard_size)
-    options = _Options(workers, ray_address, verify, require_fixed_point, overwrite, progress)
-    return _convert(plan, Path(dst), options)
+    options = Options(workers, ray_address, verify, require_fixed_point, overwrite, progress)
+    return run_plan(plan, Path(dst), options)[0]
 
 
 def truncate_checkpoint(
@@ -131,12 +132,14 @@ def truncate_checkpoint(
     """
     check_folders(Path(dst), Path(src))
     plan = plan_truncate(src, layers, experts, max_shard_size, scheme)
-    options = _Options(workers, ray_address, verify, require_fixed_point, overwrite, progress)
-    return _convert(plan, Path(dst), options)
+    options = Options(workers, ray_address, verify, require_fixed_point, overwrite, progress)
+    return run_plan(plan, Path(dst), options)[0]
 
 
 @dataclass
-class _Options:
+class Options:
+    """How a plan is carried out, whatever it is."""
+
     workers: int | None
     ray_address: str | None
     verify: bool
@@ -145,7 +148,11 @@ class _Options:
     progress: Progress | None
 
 
-def _convert(plan: Plan, dst: Path, options: _Options) -> Summary:
+def run_plan(plan: Plan, dst: Path, options: Options) -> tuple[Summary, Findings]:
+    """Writes what a plan says, or what an earlier run has left to write; and what was found on the way.
+
+    Raises CheckpointError, see dequantize_checkpoint.
+    """
     if options.require_fixed_point and not options.verify:
         raise CheckpointError("Without verification nothing can be required of it: drop one of the options.")
     if options.workers is not None and options.workers < 1:
@@ -162,7 +169,7 @@ def _convert(plan: Plan, dst: Path, options: _Options) -> Summary:
             staging.publish()
     finally:
         staging.close()
-    return Summary(
+    summary = Summary(
         plan.verb,
         str(plan.src),
         str(dst),
@@ -178,9 +185,10 @@ def _convert(plan: Plan, dst: Path, options: _Options) -> Summary:
         findings.loose,
         findings.worst,
     )
+    return summary, findings
 
 
-def _fill(plan: Plan, staging: Staging, todo: list[str], findings: Findings, options: _Options) -> int:
+def _fill(plan: Plan, staging: Staging, todo: list[str], findings: Findings, options: Options) -> int:
     """Makes the shards; returns the bytes written."""
     total = sum(unit.nbytes for filename in todo for unit in plan.shards[filename])
     done = 0
@@ -213,14 +221,14 @@ def _fill(plan: Plan, staging: Staging, todo: list[str], findings: Findings, opt
     return done
 
 
-def _workers(options: _Options, total: int) -> LocalWorkers | RayWorkers:
+def _workers(options: Options, total: int) -> LocalWorkers | RayWorkers:
     if options.ray_address is not None:
         return RayWorkers(options.ray_address, options.workers)
     # A process takes longer to start than a piece takes to write.
     return LocalWorkers(min(options.workers or min(8, os.cpu_count() or 1), max(1, total // _PIECE_BYTES)))
 
 
-def _take(findings: Findings, found: Findings, plan: Plan, options: _Options) -> None:
+def _take(findings: Findings, found: Findings, plan: Plan, options: Options) -> None:
     findings.add(found)
     if options.require_fixed_point and found.loose:
         worst = found.worst[0]

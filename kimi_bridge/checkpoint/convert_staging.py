@@ -23,7 +23,7 @@ from kimi_bridge.checkpoint.files import (
 )
 from kimi_bridge.checkpoint.shards import INDEX_NAME
 from kimi_bridge.conversion.execute import create, seal
-from kimi_bridge.conversion.jobs import Findings, Loose
+from kimi_bridge.conversion.jobs import Findings, Loose, Merged
 from kimi_bridge.errors import CheckpointError
 
 FOLDER = ".unfinished-conversion"
@@ -272,7 +272,8 @@ def check_folders(dst: Path, *sources: Path | None) -> None:
 
 def _findings(content: dict[str, Any]) -> Findings:
     worst = [Loose(*entry) for entry in content["worst"]]
-    return Findings(content["weights"], content["groups"], content["loose"], worst)
+    merged = {kind: Merged(*sums) for kind, sums in content.get("merged", {}).items()}
+    return Findings(content["weights"], content["groups"], content["loose"], worst, merged)
 
 
 def _stamp(source: str) -> list[int]:

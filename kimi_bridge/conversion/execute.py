@@ -10,8 +10,17 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
+from kimi_bridge.conversion.blocks import (
+    BLOCK_BYTES,
+    check_scales,
+    check_shape,
+    int4_block,
+    read_int4,
+    row_blocks,
+    rows_of,
+    write_int4,
+)
 from kimi_bridge.conversion.fixed_point import count_loose_groups
 from kimi_bridge.conversion.jobs import (
     Copy,
@@ -19,19 +28,17 @@ from kimi_bridge.conversion.jobs import (
     Dequantize,
     Findings,
     Job,
+    Merge,
     Piece,
     Quantize,
     Region,
     Reply,
     Triplet,
 )
-from kimi_bridge.conversion.storage import RESUME, Files, Target, plain
+from kimi_bridge.conversion.merge import merge
+from kimi_bridge.conversion.storage import Files, Target, plain
 from kimi_bridge.errors import CheckpointError, KimiBridgeError
 from kimi_bridge.int4 import Int4Scheme, Int4Weight, dequantize, quantize, requantize
-from kimi_bridge.int4.scheme import CODES_PER_WORD
-
-# Of output, at a time. Memory that stays in use is cheap; fresh memory is not.
-_BLOCK_BYTES = 1 << 22
 
 
 def answer(piece: Piece) -> Reply:
@@ -103,21 +110,22 @@ def _write_job(
         _copy(job.source, files, target, offsets[0])
         return
     loose = groups = 0
-    for block in _blocks(job, files, target, offsets, scheme):
-        if not block.scale.isfinite().all():
-            raise CheckpointError(
-                f"{job.name}: its scales hold NaN or Inf: download the damaged file again, and {RESUME}."
-            )
+    if isinstance(job, Merge):
+        blocks = merge(job, files, target, offsets, scheme, findings if verify else None)
+    else:
+        blocks = _blocks(job, files, target, offsets, scheme)
+    for block in blocks:
+        check_scales(job.name, block)
         if verify:
             loose += count_loose_groups(block, scheme)
             groups += block.scale.numel()
-    if verify:
+    if groups:
         findings.add_weight(job.name, loose, groups)
 
 
 def _copy(source: Region, files: Files, target: Target, offset: int) -> None:
-    for done in range(0, source.nbytes, _BLOCK_BYTES):
-        part = Region(source.path, source.offset + done, min(_BLOCK_BYTES, source.nbytes - done))
+    for done in range(0, source.nbytes, BLOCK_BYTES):
+        part = Region(source.path, source.offset + done, min(BLOCK_BYTES, source.nbytes - done))
         target.write(files.read(part, target.room(part.nbytes, offset + done)), offset + done)
 
 
@@ -133,13 +141,13 @@ def _blocks(
         yield from _quantize(job, files, target, offsets, scheme)
         return
     source = job.source
-    _check_shape(job.name, source, files)
+    check_shape(job.name, source, files)
     values = source.scale_dtype.itemsize * source.columns
-    for start, stop in _row_blocks(source.rows, values):
+    for start, stop in row_blocks(source.rows, values):
         if isinstance(job, CopyInt4):
             block = _copy_int4(source, files, target, offsets, start, stop)
         else:
-            block = _read_int4(source, files, start, stop)
+            block = read_int4(source, files, start, stop)
             offset = offsets[0] + start * values
             out = target.room((stop - start) * values, offset).view(source.scale_dtype)
             target.write(dequantize(block, source.scale_dtype, out=out.view(block.shape)), offset)
@@ -153,11 +161,11 @@ def _copy_int4(
 ) -> Int4Weight:
     parts = []
     for whole, place in ((source.packed, offsets[0]), (source.scale, offsets[1])):
-        part = _rows_of(whole, source.rows, start, stop)
+        part = rows_of(whole, source.rows, start, stop)
         place += part.offset - whole.offset
         parts.append(files.read(part, target.room(part.nbytes, place)))
         target.write(parts[-1], place)
-    return _int4(source, parts[0], parts[1])
+    return int4_block(source, parts[0], parts[1])
 
 
 def _quantize(
@@ -165,54 +173,17 @@ def _quantize(
 ) -> Iterator[Int4Weight]:
     row_bytes = job.columns * job.dtype.itemsize
     if job.reference is not None:
-        _check_shape(f"{job.name} of the reference", job.reference, files)
+        check_shape(f"{job.name} of the reference", job.reference, files)
     target.write(torch.tensor([job.rows, job.columns], dtype=job.shape_dtype), offsets[2])
-    for start, stop in _row_blocks(job.rows, row_bytes):
+    for start, stop in row_blocks(job.rows, row_bytes):
         part = Region(job.source.path, job.source.offset + start * row_bytes, (stop - start) * row_bytes)
         weight = files.read(part, "values").view(job.dtype).view(stop - start, job.columns)
         try:
             if job.reference is None:
                 block = quantize(weight, scheme)
             else:
-                block = requantize(weight, _read_int4(job.reference, files, start, stop), scheme)
+                block = requantize(weight, read_int4(job.reference, files, start, stop), scheme)
         except KimiBridgeError as error:
             raise CheckpointError(f"{job.name}, rows {start} to {stop - 1}: {error}") from error
-        _write_int4(block, target, offsets, start)
+        write_int4(block, target, offsets, start)
         yield block
-
-
-def _check_shape(name: str, triplet: Triplet, files: Files) -> None:
-    stated = files.read(triplet.shape, "shape").view(triplet.shape_dtype).tolist()
-    if stated != [triplet.rows, triplet.columns]:
-        raise CheckpointError(
-            f"{name}: weight_shape holds {stated}, but the packed codes are of shape "
-            f"{[triplet.rows, triplet.columns]}; the file is damaged: download it again, and {RESUME}."
-        )
-
-
-def _read_int4(triplet: Triplet, files: Files, start: int, stop: int) -> Int4Weight:
-    packed = files.read(_rows_of(triplet.packed, triplet.rows, start, stop), "packed")
-    return _int4(triplet, packed, files.read(_rows_of(triplet.scale, triplet.rows, start, stop), "scale"))
-
-
-def _int4(triplet: Triplet, packed: Tensor, scale: Tensor) -> Int4Weight:
-    """A block of rows, from its bytes."""
-    words = packed.view(torch.int32).view(-1, triplet.columns // CODES_PER_WORD)
-    rows = words.shape[0]
-    return Int4Weight(words, scale.view(triplet.scale_dtype).view(rows, -1), (rows, triplet.columns))
-
-
-def _write_int4(block: Int4Weight, target: Target, offsets: tuple[int, ...], start: int) -> None:
-    for tensor, offset in ((block.packed, offsets[0]), (block.scale, offsets[1])):
-        target.write(tensor, offset + start * tensor.shape[1] * tensor.itemsize)
-
-
-def _rows_of(region: Region, rows: int, start: int, stop: int) -> Region:
-    row_bytes = region.nbytes // rows
-    return Region(region.path, region.offset + start * row_bytes, (stop - start) * row_bytes)
-
-
-def _row_blocks(rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-    step = max(1, _BLOCK_BYTES // row_bytes)
-    for start in range(0, rows, step):
-        yield start, min(start + step, rows)

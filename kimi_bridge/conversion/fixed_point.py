@@ -32,6 +32,15 @@ def count_loose_groups(weight: Int4Weight, scheme: Int4Scheme) -> int:
     return tight.numel() - int(tight.sum())
 
 
+def count_changed_groups(a: Int4Weight, b: Int4Weight) -> int:
+    """How many groups of two weights have other codes or another scale."""
+    words = a.group_size // CODES_PER_WORD
+    bits = _BITS[a.scale.dtype]
+    same = a.packed.eq(b.packed).unflatten(1, (-1, words)).all(-1)
+    same &= a.scale.view(bits) == b.scale.view(bits)
+    return same.numel() - int(same.sum())
+
+
 def _largest_codes(packed: Tensor, group_size: int) -> Tensor:
     """int8 `[out, in/group_size]`: the largest magnitude among the codes of each group."""
     pairs = packed.view(torch.uint8)
@@ -41,9 +50,4 @@ def _largest_codes(packed: Tensor, group_size: int) -> Tensor:
 
 
 def _count_by_quantizing(weight: Int4Weight, scheme: Int4Scheme) -> int:
-    again = quantize(dequantize(weight, weight.scale.dtype), scheme)
-    words = weight.group_size // CODES_PER_WORD
-    same = again.packed.eq(weight.packed).unflatten(1, (-1, words)).all(-1)
-    bits = _BITS[weight.scale.dtype]
-    same &= again.scale.view(bits) == weight.scale.view(bits)
-    return same.numel() - int(same.sum())
+    return count_changed_groups(quantize(dequantize(weight, weight.scale.dtype), scheme), weight)

@@ -10,6 +10,11 @@ from typing import Any
 
 from checkpoint_folders import contents
 
+from kimi_bridge.checkpoint import convert
+from kimi_bridge.checkpoint.convert_plan import Plan
+from kimi_bridge.checkpoint.convert_pool import LocalWorkers
+from kimi_bridge.checkpoint.convert_staging import Staging
+
 # Forked from a process that has imported everything and done nothing else: the start takes no time.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
@@ -42,6 +47,26 @@ def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.001)
+
+
+def run_with_a_process(plan: Plan, dst: Path) -> int:
+    """Writes a plan by a thread and a process that is there before anything is cut; what the latter did."""
+    staging = Staging(dst, plan, True, False)
+    answered = []
+    with LocalWorkers(2) as workers:
+        pieces = convert._OpenShards(plan, staging, list(plan.shards), workers, True)
+        (process,) = workers._processes
+        assert process.start()
+        ask = process.ask
+        process.start = lambda: True  # type: ignore[method-assign]
+        process.ask = lambda piece: answered.append(piece) or ask(piece)  # type: ignore[method-assign,func-returns-value]
+        for reply in workers.run(pieces.pieces()):
+            assert not reply.error
+            if (complete := pieces.take(reply)) is not None:
+                staging.finish(reply.shard, complete, sealed=False)
+    staging.publish()
+    staging.close()
+    return len(answered)
 
 
 def assert_nothing_partial(dst: Path, expected: dict[str, bytes]) -> None:

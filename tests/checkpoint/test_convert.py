@@ -8,7 +8,7 @@ import pytest
 import torch
 from checkpoint_folders import EXPERT, INDEX, add_tensor, contents, edit_json, replace_tensor, same_bits
 from compressed_tensors.entrypoints.convert import CompressedTensorsDequantizer, convert_checkpoint
-from convert_runs import assert_same
+from convert_runs import assert_same, run_with_a_process
 from safetensors.torch import load_file
 from transformers import DeepseekV3ForCausalLM
 
@@ -23,8 +23,6 @@ from kimi_bridge.checkpoint import (
 from kimi_bridge.checkpoint import convert as convert_module
 from kimi_bridge.checkpoint.convert_config import truncated_config
 from kimi_bridge.checkpoint.convert_plan import plan_dequantize
-from kimi_bridge.checkpoint.convert_pool import LocalWorkers
-from kimi_bridge.checkpoint.convert_staging import Staging
 from kimi_bridge.conversion.fixed_point import count_loose_groups
 from kimi_bridge.conversion.jobs import Findings
 from kimi_bridge.errors import CheckpointError, Int4Error
@@ -194,22 +192,7 @@ def test_processes_write_what_a_thread_writes(
     dequantize_checkpoint(checkpoints / "mixed", tmp_path / "one", max_shard_size="500KB")
     monkeypatch.setattr(convert_module, "_PIECE_BYTES", 20_000)
     plan = plan_dequantize(checkpoints / "mixed", "500KB")
-    staging = Staging(tmp_path / "two", plan, True, False)
-    answered = []
-    with LocalWorkers(2) as workers:
-        pieces = convert_module._OpenShards(plan, staging, list(plan.shards), workers, True)
-        (process,) = workers._processes
-        assert process.start()
-        ask = process.ask
-        process.start = lambda: True  # type: ignore[method-assign]
-        process.ask = lambda piece: answered.append(piece) or ask(piece)  # type: ignore[method-assign,func-returns-value]
-        for reply in workers.run(pieces.pieces()):
-            assert not reply.error
-            if (complete := pieces.take(reply)) is not None:
-                staging.finish(reply.shard, complete, sealed=False)
-    staging.publish()
-    staging.close()
-    assert len(answered) > 3
+    assert run_with_a_process(plan, tmp_path / "two") > 3
     assert_same(tmp_path / "two", contents(tmp_path / "one"))
 
 

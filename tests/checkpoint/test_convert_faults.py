@@ -130,8 +130,8 @@ def test_a_kill_while_publishing(medium: Path, expected: dict[str, bytes], tmp_p
     assert_same(dst, expected)
 
 
-def options() -> convert_module._Options:
-    return convert_module._Options(1, None, True, False, False, None)
+def options() -> convert_module.Options:
+    return convert_module.Options(1, None, True, False, False, None)
 
 
 def test_a_worker_that_dies(
@@ -270,7 +270,7 @@ def test_a_source_that_fails_on_the_way(tiny: Path, tmp_path: Path, damage: str)
         damage, "cannot be read .Input/output error"
     )
     with pytest.raises(CheckpointError, match=f"{last.name} {message}.*run the same command again"):
-        convert_module._convert(plan, dst, options())
+        convert_module.run_plan(plan, dst, options())
     assert len(manifest(dst)["shards"]) > 3
     assert [path.name for path in dst.iterdir()] == [".unfinished-conversion"]
     last.unlink(missing_ok=True)

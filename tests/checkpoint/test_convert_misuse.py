@@ -22,8 +22,8 @@ from kimi_bridge.conversion.execute import answer
 from kimi_bridge.errors import CheckpointError
 
 
-def options() -> convert_module._Options:
-    return convert_module._Options(1, None, True, False, False, None)
+def options() -> convert_module.Options:
+    return convert_module.Options(1, None, True, False, False, None)
 
 
 def test_other_settings_are_refused(tiny: Path, checkpoints: Path, tmp_path: Path) -> None:

@@ -25,12 +25,15 @@ from megatron.bridge.models.deepseek.common import get_common_mapping_list
 from megatron.bridge.models.deepseek.deepseek_v3_bridge import DeepSeekV3Bridge
 from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
 from megatron.bridge.models.kimi_vl.kimi_k25_vl_bridge import KimiK25VLBridge
+from megatron.bridge.peft.lora import LoRA
 
 from kimi_bridge.checkpoint import synthesize_checkpoint
-from kimi_bridge.megatron import load_checkpoint
+from kimi_bridge.megatron import export_adapter, iter_adapter_tensors, load_checkpoint
 from kimi_bridge.megatron.bridge import MegatronMappingRegistry, reroot
 from kimi_bridge.megatron.runtime import Layout, build_model, initialize
 
+LINEARS = ["linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"]
+LINEARS += ["linear_proj", "linear_fc1", "linear_fc2"]
 DIMS = {"num_hidden_layers": 3, "n_routed_experts": 384, "hidden_size": 256, "moe_intermediate_size": 64}
 
 
@@ -67,6 +70,7 @@ def main() -> None:
         dist.barrier()
         for name, layout in (("EP 2", Layout(ep=2, etp=1)), ("TP 2", Layout(tp=2))):
             measure(name, layout, src)
+            measure_adapters(name, layout, src, Path(shared[0]) / f"adapter {name}")
         dist.barrier()
 
 
@@ -106,6 +110,31 @@ def measure(name: str, layout: Layout, src: Path) -> None:
         ratio = peer_export / own_export
         print(f"  export  {peer_export:6.2f} s -> {own_export:5.2f} s, {ratio:.1f} times as fast;", end="")
         print(f" collectives: {peer_collectives} -> {own_collectives}", flush=True)
+
+
+def measure_adapters(name: str, layout: Layout, src: Path, dst: Path) -> None:
+    """LoRA on all linears, an adapter an expert, rank 8. Ours includes the files, the peer's does not."""
+    initialize(layout)
+    lora = LoRA(target_modules=LINEARS, dim=8, alpha=16, share_expert_adapters=False)
+    bridge = AutoBridge.from_hf_pretrained(str(src))
+    provider = bridge.to_megatron_provider(load_weights=False)
+    provider.register_pre_wrap_hook(lambda model: lora(model, training=True))
+    model = build_model(provider, layout)
+    with quiet():
+        # Both begin with what they ask of the checkpoint once.
+        drain(bridge.export_adapter_weights(model, show_progress=False))
+        drain(iter_adapter_tensors(bridge, model, lora))
+        peer, peer_collectives = timed(
+            lambda: drain(bridge.export_adapter_weights(model, show_progress=False))
+        )
+        stream, _ = timed(lambda: drain(iter_adapter_tensors(bridge, model, lora)))
+        own, own_collectives = timed(lambda: export_adapter(bridge, model, lora, dst))
+    if dist.get_rank() == 0:
+        print(
+            f"{name}, its adapter: {peer:.2f} s -> {own:.2f} s with the files, {stream:.2f} s as a stream;"
+            f" collectives: {peer_collectives} -> {own_collectives}",
+            flush=True,
+        )
 
 
 def timed(action: Any) -> tuple[float, int]:

@@ -1,5 +1,5 @@
-"""The command `kimi-bridge`. Verbs on Hugging Face folders start at once; only import, export and demo
-need Megatron."""
+"""The command `kimi-bridge`. Verbs on Hugging Face folders start at once; only import, export,
+export-adapter and demo need Megatron."""
 
 from __future__ import annotations
 
@@ -48,6 +48,11 @@ class Convention(StrEnum):
     kimi = "kimi"
     rtn = "rtn"
     mixed = "mixed"
+
+
+class Reader(StrEnum):
+    vllm = "vllm"
+    peft = "peft"
 
 
 class WeightDtype(StrEnum):
@@ -234,6 +239,50 @@ def export(
     layout = Layout(tp, pp, ep, etp, vp)
     export_megatron_checkpoint(hf_model, megatron_path, hf_path, layout, dtype, overwrite)
     _say(f"{hf_path}: written")
+
+
+@app.command()
+def export_adapter(
+    hf_model: HfModel,
+    megatron_path: MegatronPath,
+    adapter_path: Annotated[Path, typer.Option(help="The PEFT folder to make.")],
+    reader: Annotated[
+        Reader,
+        typer.Option(
+            "--for",
+            help="vllm: each module's scale folded into lora_B, lora_alpha == r. peft: scales as patterns.",
+        ),
+    ] = Reader.vllm,
+    expand_shared_experts: Annotated[
+        bool, typer.Option(help="Of share_expert_adapters=True: per expert, for any EP size.")
+    ] = False,
+    tp: Tp = 1,
+    pp: Pp = 1,
+    ep: Ep = 1,
+    etp: Etp = None,
+    vp: Vp = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Writes the LoRA of a Megatron-Bridge PEFT checkpoint as an adapter that vLLM and PEFT load.
+
+    Example: torchrun --nproc_per_node 8 -m kimi_bridge export-adapter --hf-model moonshotai/Kimi-K2.5
+    --megatron-path ./lora-run/checkpoints --adapter-path ./adapter --ep 8
+    """
+    _quiet()
+    from kimi_bridge.megatron.jobs import export_adapter_checkpoint
+    from kimi_bridge.megatron.runtime import Layout
+
+    layout = Layout(tp, pp, ep, etp, vp)
+    plan = export_adapter_checkpoint(
+        hf_model, megatron_path, adapter_path, layout, reader.value, expand_shared_experts, overwrite
+    )
+    _say(f"{adapter_path}: written")
+    if "expert_adapters" in plan.notes:
+        size = plan.notes["expert_model_parallel_size"]
+        _say(
+            f"It holds {plan.notes['expert_adapters']}, of {size} EP ranks, and loads into such models at EP"
+            f" {size} alone; --expand-shared-experts makes one that is per expert."
+        )
 
 
 for _verb in (dequantize, quantize, truncate, merge_adapter):

@@ -12,10 +12,11 @@ import hashlib
 import json
 import math
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
+from weakref import WeakKeyDictionary
 
 import torch
 from peft import LoraConfig
@@ -164,7 +165,7 @@ def plan_adapter(
         r=rank,
         lora_alpha=_plain(alpha),  # type: ignore[arg-type]  # peft's hint says int, its code takes any
         lora_dropout=dropout,
-        target_modules=target_modules(modules, linear_modules(base) - modules.keys()),
+        target_modules=target_modules(modules, linear_modules(base).keys() - modules.keys()),
         rank_pattern={
             key: int(value)
             for key, value in rank_patterns({m: spec.rank for m, spec in modules.items()}, rank).items()
@@ -232,16 +233,15 @@ def fold_scale(b: Tensor, scale: float) -> Tensor:
     return b if scale == 1 else (b.float() * scale).to(b.dtype)
 
 
-def linear_modules(base: CheckpointReader) -> set[str]:
-    """The modules of the text model that have a matrix to adapt: no norms, no embedding."""
-    return {
-        name.removesuffix(".weight")
-        for name in base.weight_names()
-        if name.startswith(TEXT_PREFIX)
-        and name.endswith(".weight")
-        and not name.endswith("embed_tokens.weight")
-        and len(base.shape(name)) == 2
-    }
+def linear_modules(base: CheckpointReader) -> dict[str, tuple[int, ...]]:
+    """The modules of the text model that have a matrix to adapt, and its shape: no norms, no embedding."""
+    if base not in _LINEARS:
+        _LINEARS[base] = {
+            name.removesuffix(".weight"): shape
+            for name, shape in _text_shapes(base)
+            if len(shape) == 2 and name.endswith(".weight") and not name.endswith("embed_tokens.weight")
+        }
+    return _LINEARS[base]
 
 
 def check_base(modules: Mapping[str, ModuleSpec], base: CheckpointReader, whose: str) -> None:
@@ -252,7 +252,7 @@ def check_base(modules: Mapping[str, ModuleSpec], base: CheckpointReader, whose:
             raise CheckpointError(
                 f"{whose} adapts {module}, which {base.path} does not have: it belongs to another base model."
             )
-        shape = base.shape(f"{module}.weight")
+        shape = linears[module]
         if shape != spec.shape:
             raise CheckpointError(
                 f"{whose} adapts {module} as {list(spec.shape)}, which is {list(shape)} in {base.path}: it"
@@ -278,14 +278,25 @@ def fingerprint(base: CheckpointReader) -> str:
 
     The same for an INT4 checkpoint and what it dequantizes to.
     """
-    digest = hashlib.sha256()
-    for name in sorted(base.weight_names()):
-        if name.startswith(TEXT_PREFIX):
-            shape = base.shape(name)
+    if base not in _FINGERPRINTS:
+        digest = hashlib.sha256()
+        for name, shape in sorted(_text_shapes(base)):
             digest.update(f"{name} {shape}\n".encode())
             if len(shape) == 1:
                 digest.update(base.tensor(name).reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+        _FINGERPRINTS[base] = digest.hexdigest()
+    return _FINGERPRINTS[base]
+
+
+# Both take a moment for 70,000 weights, and a sync asks at every step.
+_LINEARS: WeakKeyDictionary[CheckpointReader, dict[str, tuple[int, ...]]] = WeakKeyDictionary()
+_FINGERPRINTS: WeakKeyDictionary[CheckpointReader, str] = WeakKeyDictionary()
+
+
+def _text_shapes(base: CheckpointReader) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for name in base.weight_names():
+        if name.startswith(TEXT_PREFIX):
+            yield name, base.shape(name)
 
 
 def check_finite(name: str, tensor: Tensor, where: object) -> None:

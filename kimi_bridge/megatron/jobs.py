@@ -1,10 +1,11 @@
-"""The two command-line jobs: checkpoint -> Megatron checkpoint, and Megatron checkpoint -> checkpoint."""
+"""The command line's jobs: checkpoint -> Megatron checkpoint, and back; adapters out of a PEFT checkpoint."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -13,11 +14,16 @@ import torch
 import torch.distributed as dist
 import yaml
 from megatron.bridge import AutoBridge
+from megatron.bridge.peft.canonical_lora import CanonicalLoRA
+from megatron.bridge.peft.lora import LoRA
 
+from kimi_bridge.adapter import AdapterPlan
+from kimi_bridge.adapter.peft_format import Target
 from kimi_bridge.checkpoint.files import plain_disk_errors
 from kimi_bridge.checkpoint.reader import CheckpointReader, resolve_checkpoint
 from kimi_bridge.errors import KimiBridgeError
 from kimi_bridge.megatron.collective import raise_together, rank
+from kimi_bridge.megatron.lora import export_adapter
 from kimi_bridge.megatron.runtime import Layout, build_model, initialize
 from kimi_bridge.megatron.transfer import export_checkpoint, unwrap
 
@@ -70,6 +76,104 @@ def export_megatron_checkpoint(
     export_checkpoint(bridge, model, hf_path, weight_dtype=weight_dtype, overwrite=overwrite)
 
 
+def export_adapter_checkpoint(
+    hf_model: str,
+    megatron_path: Path,
+    adapter_path: Path,
+    layout: Layout,
+    target: Target = "vllm",
+    expand_shared_experts: bool = False,
+    overwrite: bool = False,
+) -> AdapterPlan:
+    """Writes the adapters of a Megatron-Bridge PEFT checkpoint as a PEFT folder, in any layout.
+
+    All ranks call it. What was trained is read from the checkpoint's `run_config.yaml`; the base weights are
+    not needed.
+
+    Raises:
+        KimiBridgeError: no such checkpoint, settings that are no LoRA's, adapters that it lacks.
+    """
+    initialize(layout)
+    with raise_together():
+        folder = latest_iteration(megatron_path)
+        lora = _saved_lora(folder, layout)
+        if not overwrite and (next(adapter_path.glob("*.safetensors"), None) is not None):
+            raise KimiBridgeError(
+                f"{adapter_path} already holds weights: choose another --adapter-path, or pass --overwrite."
+            )
+    bridge = _bridge(hf_model)
+    provider = bridge.to_megatron_provider(load_weights=False)
+    provider.register_pre_wrap_hook(lambda model: lora(model, training=False))
+    model = build_model(provider, layout)
+    with raise_together():
+        _check_same_model(folder, unwrap(model)[0].config)
+    _load_adapters(model, folder, lora)
+    return export_adapter(
+        bridge,
+        model,
+        lora,
+        adapter_path,
+        target=target,
+        expand_shared_experts=expand_shared_experts,
+        overwrite=overwrite,
+    )
+
+
+def _saved_lora(folder: Path, layout: Layout) -> LoRA | CanonicalLoRA:
+    path = folder / "run_config.yaml"
+    settings = yaml.safe_load(path.read_text()) if path.is_file() else {}
+    saved = settings.get("peft")
+    if not isinstance(saved, dict):
+        raise KimiBridgeError(
+            f"{path} has no section `peft`: export-adapter needs a checkpoint that Megatron-Bridge saved"
+            " while it trained a LoRA."
+        )
+    kinds = {"LoRA": LoRA, "CanonicalLoRA": CanonicalLoRA}
+    kind = kinds.get(str(saved.get("_target_")).rpartition(".")[2])
+    if kind is None:
+        raise KimiBridgeError(
+            f"{path} was trained with {saved.get('_target_')}: only LoRA and CanonicalLoRA have an adapter"
+            " that PEFT and vLLM can read."
+        )
+    saved_tp = settings.get("model", {}).get("tensor_model_parallel_size", layout.tp)
+    if kind is CanonicalLoRA and saved_tp != layout.tp:
+        # Megatron-Bridge (0.6.2) stores the rows of each rank's gate_proj (up_proj) as if they were gate and
+        # up, so that another TP size reads them in another order.
+        raise KimiBridgeError(
+            f"{folder} holds a CanonicalLoRA that was saved at TP {saved_tp}, which Megatron-Bridge cannot"
+            f" read back at TP {layout.tp}: pass --tp {saved_tp}."
+        )
+    # Not what a LoRA keeps for itself, and not the dtype: the model's is taken, the file's is converted.
+    names = {field.name for field in fields(kind)} - {"canonical_mapping", "params_to_save", "lora_dtype"}
+    return kind(**{key: value for key, value in saved.items() if key in names})
+
+
+def _load_adapters(model: list[torch.nn.Module], folder: Path, lora: LoRA | CanonicalLoRA) -> None:
+    from megatron.bridge.peft.utils import load_peft_adapter_checkpoint
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    adapters = [
+        (name, param)
+        for chunk in unwrap(model)
+        for name, param in chunk.named_parameters()
+        if ".adapter." in name
+    ]
+    # Loading is not strict about what the file lacks, so that must show.
+    for _, param in adapters:
+        param.data.fill_(float("nan"))
+    try:
+        load_peft_adapter_checkpoint(model, folder, lora, fully_parallel_load=False)
+    except (Exception, CheckpointException) as error:
+        raise _unloadable(folder, error) from error
+    with raise_together():
+        for name, param in adapters:
+            if not param.isfinite().all():
+                raise KimiBridgeError(
+                    f"{name} is not in {folder}, or holds NaN or Inf there: the checkpoint is incomplete, or"
+                    " its training has diverged."
+                )
+
+
 def save_megatron(bridge: AutoBridge, model: list[torch.nn.Module], path: Path) -> None:
     """Saves the weights, without an optimizer, as a Megatron checkpoint. All ranks call it.
 
@@ -96,10 +200,14 @@ def load_megatron(model: list[torch.nn.Module], path: Path) -> None:
         _load_model_weights_from_checkpoint(str(folder), model, dist_ckpt_strictness="raise_all")
     # CheckpointException is no Exception. Of the others any may come from a damaged file.
     except (Exception, CheckpointException) as error:
-        reason = " ".join((str(error).strip().splitlines() or [type(error).__name__])[-1].split())
-        raise KimiBridgeError(
-            f"{folder} cannot be loaded ({reason[:300]}): it is damaged, or of another model than --hf-model."
-        ) from error
+        raise _unloadable(folder, error) from error
+
+
+def _unloadable(folder: Path, error: BaseException) -> KimiBridgeError:
+    reason = " ".join((str(error).strip().splitlines() or [type(error).__name__])[-1].split())
+    return KimiBridgeError(
+        f"{folder} cannot be loaded ({reason[:300]}): it is damaged, or of another model than --hf-model."
+    )
 
 
 def latest_iteration(path: Path) -> Path:

@@ -79,7 +79,7 @@ def adapter(dst: Path, base: Path, gain: float = 0.05, target: Target = "peft") 
 
 
 def others(base: Path, modules: Iterable[str]) -> set[str]:
-    return linear_modules(CheckpointReader(base)) - set(modules)
+    return linear_modules(CheckpointReader(base)).keys() - set(modules)
 
 
 def edit_config(folder: Path, **changes: Any) -> None:

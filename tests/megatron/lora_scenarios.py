@@ -9,16 +9,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import yaml
 from megatron.bridge import AutoBridge
 from megatron.bridge.peft.canonical_lora import CanonicalLoRA
 from megatron.bridge.peft.dora import DoRA
 from megatron.bridge.peft.lora import LoRA
+from megatron.bridge.training.checkpointing import (
+    _generate_model_state_dict,
+    apply_peft_adapter_filter_to_state_dict,
+)
+from megatron.bridge.training.config import ConfigContainer
+from megatron.core import dist_checkpointing
 from safetensors.torch import load_file
 
 import kimi_bridge.megatron as kimi
 from kimi_bridge.adapter import Adapter
 from kimi_bridge.errors import KimiBridgeError
-from kimi_bridge.megatron import runtime
+from kimi_bridge.megatron import jobs, runtime
 from kimi_bridge.megatron.runtime import Layout
 from tests.megatron.forward import local_spec_provider, log_probabilities
 from tests.megatron.reference import reference_model
@@ -185,6 +192,28 @@ def vllm_form_comes_back(src: str, adapter: str, dst: str, variant: str, layout:
     kimi.load_adapter_into(bridge, model, f"{adapter}/vllm")
     for target in ("peft", "vllm"):
         kimi.export_adapter(bridge, model, lora, f"{dst}/{target}", target=target, expand_shared_experts=True)
+
+
+def through_megatron_checkpoint(src: str, adapter: str, dst: str, variant: str, layout: Layout) -> None:
+    """A PEFT checkpoint as Megatron-Bridge's trainer saves it: the adapters alone, and run_config.yaml."""
+    lora = make_lora(variant)
+    bridge, model = build(src, layout, lora, "te")
+    kimi.load_adapter_into(bridge, model, f"{adapter}/peft")
+    state = apply_peft_adapter_filter_to_state_dict(_generate_model_state_dict(model, {}), lora)
+    folder = Path(dst) / "iter_0000010"
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(state, str(folder))
+    if dist.get_rank() == 0:
+        settings = {"peft": ConfigContainer._convert_value_to_dict(lora)}
+        settings["model"] = {"tensor_model_parallel_size": layout.tp}
+        (folder / "run_config.yaml").write_text(yaml.safe_dump(settings))
+    dist.barrier()
+
+
+def export_checkpoint(src: str, megatron: str, dst: str, layout: Layout, target: str = "peft") -> None:
+    jobs.export_adapter_checkpoint(src, Path(megatron), Path(dst), layout, target, expand_shared_experts=True)
 
 
 def load_only(

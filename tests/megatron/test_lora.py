@@ -359,6 +359,55 @@ def test_bad_models_are_refused(ranks: Ranks, base: Path, tmp_path: Path, fault:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("variant", ["normalized", "canonical", "shared"])
+def test_adapters_of_a_megatron_checkpoint(
+    ranks: Ranks, base: Path, adapters: Any, tmp_path: Path, variant: str
+) -> None:
+    source = adapters(variant)
+    ranks.run(
+        "lora_scenarios.through_megatron_checkpoint",
+        src=str(base),
+        adapter=str(source),
+        dst=str(tmp_path / "megatron"),
+        variant=variant,
+        layout=Layout(tp=2, ep=2, etp=1),
+    )
+    tp = 2 if variant == "canonical" else 1
+    arguments = {"src": str(base), "megatron": str(tmp_path / "megatron")}
+    if variant == "canonical":
+        errors = ranks.errors(
+            "lora_scenarios.export_checkpoint", **arguments, dst=str(tmp_path / "no"), layout=Layout()
+        )
+        assert "pass --tp 2" in errors[0].message
+    for target, layout in (("peft", Layout(tp=tp, pp=2)), ("vllm", Layout(tp=tp, ep=2, etp=1))):
+        ranks.run(
+            "lora_scenarios.export_checkpoint",
+            **arguments,
+            dst=str(tmp_path / target),
+            layout=layout,
+            target=target,
+        )
+        for name in ("adapter_model.safetensors", "adapter_config.json"):
+            assert (tmp_path / target / name).read_bytes() == (source / target / name).read_bytes()
+
+
+def test_megatron_checkpoints_that_hold_no_lora(ranks: Ranks, base: Path, tmp_path: Path) -> None:
+    (tmp_path / "iter_1").mkdir()
+    (tmp_path / "iter_1/metadata.json").write_text("{}")
+
+    def message() -> str:
+        arguments = {"src": str(base), "megatron": str(tmp_path), "dst": str(tmp_path / "out")}
+        errors = ranks.errors("lora_scenarios.export_checkpoint", **arguments, layout=Layout())
+        return errors[0].message
+
+    assert "no section `peft`" in message()
+    (tmp_path / "iter_1/run_config.yaml").write_text("peft: {_target_: megatron.bridge.peft.dora.DoRA}")
+    assert "DoRA" in message()
+    (tmp_path / "iter_1/run_config.yaml").write_text("peft: {_target_: megatron.bridge.peft.lora.LoRA}")
+    assert "cannot be loaded" in message()
+    assert not (tmp_path / "out").exists()
+
+
 def test_existing_folder_is_refused(ranks: Ranks, base: Path, adapters: Any) -> None:
     errors = ranks.errors(
         "lora_scenarios.export_only",

@@ -5,6 +5,9 @@ member to exist. The members are read from that Protocol when the patch is appli
 the decoder's class, so that a member that a later vLLM adds is covered. `packed_modules_mapping` is the
 decoder's own dict: the decoder adds `fused_qkv_a_proj` to it when it is built.
 
+vLLM 0.26 to 0.33 accept LoRA on `kv_b_proj` and never apply it: MLA computes with the weight it absorbed
+when loading (vLLM issue 48974). Such an adapter is refused here, where it would be served in part.
+
 pyproject.toml names `apply` as a vLLM plugin (group `vllm.general_plugins`), so every process of vLLM
 calls it. KIMI_BRIDGE_VLLM_LORA=0 turns it off.
 """
@@ -62,11 +65,14 @@ def _declare(model: type) -> str:
     members = set(get_protocol_members(SupportsLoRA)) - declared
     for name in members:
         setattr(model, name, _member(DeepseekV2ForCausalLM, name))
+    model.lora_manager = property(_get_manager, _set_manager)  # type: ignore[attr-defined]
     if not hasattr(model, "get_mm_mapping"):
         model.get_mm_mapping = _get_mm_mapping  # type: ignore[attr-defined]
     setattr(model, _MARK, declared | members)
     if not supports_lora(model):
-        _logger.warning("%s still does not pass vLLM's check for LoRA: report it with vLLM's version.", _CLASS)
+        _logger.warning(
+            "%s still does not pass vLLM's check for LoRA: report it with vLLM's version.", _CLASS
+        )
     if not members:
         return f"{_CLASS} accepts LoRA since an earlier call."
     return _say(f"{_CLASS} accepts LoRA now (declared: {', '.join(sorted(members))}).")
@@ -88,6 +94,24 @@ def _member(decoder: type, name: str) -> Any:
     if isinstance(value, property):
         return property(lambda self: getattr(self.language_model, name))
     return value
+
+
+def _get_manager(self: Any) -> Any:
+    return self.__dict__.get("_lora_manager")
+
+
+def _set_manager(self: Any, manager: Any) -> None:
+    """vLLM sets this attribute once it has wrapped the model's layers.
+
+    What is not in `supported_lora_modules` vLLM refuses when an adapter names it.
+    """
+    self.__dict__["_lora_manager"] = manager
+    absorbed = any(type(module).__name__ == "MLAAttention" for module in self.modules())
+    if manager is not None and absorbed and "kv_b_proj" in manager.supported_lora_modules:
+        manager.supported_lora_modules.remove("kv_b_proj")
+        _logger.info(
+            "Adapters on kv_b_proj are refused: vLLM's MLA would not apply them. Merge such an adapter."
+        )
 
 
 def _get_mm_mapping(self: Any) -> Any:

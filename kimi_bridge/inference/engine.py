@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kimi_bridge.errors import KimiBridgeError
-from kimi_bridge.inference.payload import Named, check_adapter, pack_adapter, unpack_adapter
+from kimi_bridge.inference.payload import Named, check_adapter, pack_adapter, plain_config, unpack_adapter
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -26,7 +26,7 @@ def load_adapter(llm: LLM, name: str, lora_id: int, config: Mapping[str, Any], t
 
     named = unpack_adapter(tensors)
     check_adapter(config, named)
-    llm.collective_rpc("add_adapter_from_tensors", args=(name, lora_id, dict(config), pack_adapter(named)))
+    llm.collective_rpc("add_adapter_from_tensors", args=(name, lora_id, plain_config(config), pack_adapter(named)))
     _reset(llm, name)
     return LoRARequest(name, lora_id, f"memory:{name}")
 
@@ -40,6 +40,6 @@ def _reset(llm: LLM, name: str) -> None:
     # The cache's keys hold the adapter's name: entries of its predecessor would be taken for its own.
     if not llm.reset_prefix_cache():
         raise KimiBridgeError(
-            f"The adapter {name!r} is loaded, but running requests hold the prefix cache, and with it what the "
-            "last adapter of that name computed: let them finish, then call reset_prefix_cache()."
+            f"The adapter {name!r} is loaded, but running requests hold the prefix cache, and what the last "
+            "adapter of that name computed is in it: let them finish, then call reset_prefix_cache()."
         )

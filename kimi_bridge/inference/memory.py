@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kimi_bridge.errors import KimiBridgeError
-from kimi_bridge.inference.payload import check_adapter
+from kimi_bridge.inference.payload import check_adapter, plain_config
 
 if TYPE_CHECKING:
     from vllm.lora.lora_model import LoRAModel
@@ -154,7 +154,7 @@ def _folder_of_names(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -
     memory = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="kimi-bridge-", dir=memory) as name:
         folder = Path(name)
-        (folder / "adapter_config.json").write_text(json.dumps(dict(config)))
+        (folder / "adapter_config.json").write_text(json.dumps(plain_config(config)))
         empty = {tensor: torch.empty(0) for tensor in tensors}
         save_file(empty, folder / "adapter_model.safetensors")
         yield folder

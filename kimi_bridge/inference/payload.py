@@ -6,7 +6,7 @@ Tensors are named as in PEFT's files: `base_model.model.M.lora_A.weight` [r, in]
 
 from __future__ import annotations
 
-import math
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -18,6 +18,11 @@ from kimi_bridge.errors import KimiBridgeError
 
 # One message to a vLLM process holds at most 4 GiB of bytes in one piece.
 _PART_BYTES = 256 << 20
+
+_CURE = (
+    "vLLM serves a scale of 1 alone as it was trained, so multiply the scale into lora_B "
+    "(this library's exports for vLLM have it there) and set lora_alpha to r"
+)
 
 Named = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
@@ -62,6 +67,11 @@ def unpack_adapter(tensors: Named | Sequence[bytes]) -> dict[str, Tensor]:
     return found
 
 
+def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config as adapter_config.json would have it; PEFT's own objects hold sets and enums."""
+    return json.loads(json.dumps(dict(config), default=lambda value: sorted(value)))
+
+
 def check_adapter(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], max_rank: int | None = None
 ) -> None:
@@ -78,19 +88,24 @@ def check_adapter(
         )
     if not tensors:
         raise KimiBridgeError("The adapter has no tensors: send what iter_adapter_tensors yields.")
-    _check_scale(config["lora_alpha"], config["r"], config, "r and lora_alpha")
+    if config.get("use_rslora"):
+        # For experts vLLM computes lora_alpha / r all the same.
+        raise KimiBridgeError(
+            f"The adapter uses rsLoRA, which vLLM does not apply to experts: {_CURE} and use_rslora to false."
+        )
+    _check_scale(config["lora_alpha"], config["r"], "r and lora_alpha")
     for module, rank in _ranks(tensors).items():
         stated = _by_pattern(config.get("rank_pattern"), module, config["r"])
         if rank != stated:
             raise KimiBridgeError(
-                f"{module} has rank {rank} and the config says {stated}: send config and tensors of one adapter."
+                f"{module} has rank {rank} and the config says {stated}: send both of the same adapter."
             )
         if max_rank is not None and rank > max_rank:
             raise KimiBridgeError(
                 f"{module} has rank {rank}, vLLM was started for {max_rank}: set --max-lora-rank."
             )
         _check_scale(
-            _by_pattern(config.get("alpha_pattern"), module, config["lora_alpha"]), rank, config, module
+            _by_pattern(config.get("alpha_pattern"), module, config["lora_alpha"]), rank, module
         )
 
 
@@ -134,12 +149,6 @@ def _by_pattern(patterns: Mapping[str, float] | None, module: str, default: floa
     return next(fits, default)
 
 
-def _check_scale(alpha: float, rank: float, config: Mapping[str, Any], where: str) -> None:
-    if rank <= 0:
-        raise KimiBridgeError(f"The adapter's config says rank {rank}: a rank is at least 1.")
-    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    if scale != 1 or config.get("use_rslora"):
-        raise KimiBridgeError(
-            f"The adapter's scale is {scale:g} ({where}) and vLLM serves only alpha = r unchanged: "
-            "multiply the scale into lora_B and set lora_alpha to r, as this library's exports do."
-        )
+def _check_scale(alpha: float, rank: float, where: str) -> None:
+    if rank <= 0 or alpha != rank:
+        raise KimiBridgeError(f"The adapter's scale is {alpha} / {rank} ({where}): {_CURE}.")

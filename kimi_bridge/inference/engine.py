@@ -26,7 +26,9 @@ def load_adapter(llm: LLM, name: str, lora_id: int, config: Mapping[str, Any], t
 
     named = unpack_adapter(tensors)
     check_adapter(config, named)
-    llm.collective_rpc("add_adapter_from_tensors", args=(name, lora_id, plain_config(config), pack_adapter(named)))
+    llm.collective_rpc(
+        "add_adapter_from_tensors", args=(name, lora_id, plain_config(config), pack_adapter(named))
+    )
     _reset(llm, name)
     return LoRARequest(name, lora_id, f"memory:{name}")
 

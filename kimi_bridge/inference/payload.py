@@ -104,9 +104,7 @@ def check_adapter(
             raise KimiBridgeError(
                 f"{module} has rank {rank}, vLLM was started for {max_rank}: set --max-lora-rank."
             )
-        _check_scale(
-            _by_pattern(config.get("alpha_pattern"), module, config["lora_alpha"]), rank, module
-        )
+        _check_scale(_by_pattern(config.get("alpha_pattern"), module, config["lora_alpha"]), rank, module)
 
 
 def _pairs(tensors: Named) -> Iterable[tuple[str, Tensor]]:

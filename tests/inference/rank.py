@@ -1,4 +1,4 @@
-"""One of two ranks of an expert-parallel engine: `python -m tests.inference.rank RANK PORT CHECKPOINT ADAPTER`.
+"""One of two expert-parallel ranks: `python -m tests.inference.rank RANK PORT CHECKPOINT ADAPTER`.
 
 Prints one line of JSON with what it found.
 """
@@ -52,7 +52,7 @@ def main(rank: int, port: int, checkpoint: Path, folder: Path) -> Iterator[tuple
     found = vllm_cpu.buffers(worker)
     yield (
         "as from disk",
-        all(torch.equal(a, b) for name in expected for a, b in zip(expected[name], found[name])),
+        all(torch.equal(a, b) for name in expected for a, b in zip(expected[name], found[name], strict=True)),
     )
 
     numbers = {int(name.split(".experts.")[1].split(".")[0]) for name in watched.taken if ".experts." in name}

@@ -1,4 +1,4 @@
-"""The real vLLM without a GPU: its Kimi K2.5 model and its LoRA manager, built, loaded with adapters, not run.
+"""The real vLLM without a GPU: its Kimi K2.5 model and its LoRA manager are built and loaded, not run.
 
 vLLM's GPU wheel has no kernels for a CPU. What is replaced is what only kernels need: the platform is an
 out-of-tree one (vLLM's own notion) that names an MLA backend, and the experts get their Triton kernel object

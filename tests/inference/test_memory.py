@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("vllm")
 
 from kimi_bridge.errors import KimiBridgeError
-from kimi_bridge.inference import WorkerExtension, pack_adapter
+from kimi_bridge.inference import WorkerExtension, load_adapter, pack_adapter, unload_adapter
 from tests.inference.adapters import (
     ATTENTION,
     EXPERTS,
@@ -282,3 +282,39 @@ def test_vllm_can_extend_its_worker(policy: Any) -> None:
     from vllm.v1.worker.gpu_worker import Worker
 
     assert not [name for name in dir(WorkerExtension) if not name.startswith("__") and hasattr(Worker, name)]
+
+
+class Wire:
+    """The two calls of vLLM's LLM that loading needs, through vLLM's own serialization without pickle."""
+
+    def __init__(self, worker: Any) -> None:
+        self.worker, self.idle, self.resets = worker, True, 0
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+        arrived = MsgpackDecoder().decode(MsgpackEncoder().encode((method, args)))
+        return [getattr(self.worker, arrived[0])(*arrived[1])]
+
+    def reset_prefix_cache(self) -> bool:
+        self.resets += 1
+        return self.idle
+
+
+def test_engine_side(worker: Any, checkpoint: Path) -> None:
+    """Every byte crosses as vLLM's RPC carries it, with a config as PEFT's object has it."""
+    config, tensors = random_adapter(checkpoint, EVERYTHING)
+    worker.add_adapter_from_tensors("direct", 1, config, tensors)
+    expected = buffers(worker)
+    llm = Wire(worker)
+    targets = set(config["target_modules"])
+    asked = load_adapter(llm, "policy", 2, config | {"target_modules": targets}, iter(tensors.items()))
+    assert (asked.lora_name, asked.lora_int_id, llm.resets) == ("policy", 2, 1)
+    assert equal(buffers(worker), expected)
+    with pytest.raises(KimiBridgeError, match="set lora_alpha to r"):
+        load_adapter(llm, "policy", 2, config | {"lora_alpha": 16}, tensors)
+    llm.idle = False
+    with pytest.raises(KimiBridgeError, match="call reset_prefix_cache"):
+        load_adapter(llm, "policy", 2, config, tensors)
+    unload_adapter(llm, 2)
+    assert worker.list_adapters_in_memory() == {"direct": 1}

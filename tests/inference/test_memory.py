@@ -239,7 +239,6 @@ def test_tensors_that_are_refused(policy: Any, checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        "language_model.model.layers.0.self_attn.kv_b_proj",  # MLA absorbed it: vLLM would not apply it
         "language_model.model.layers.1.mlp.experts.8.gate_proj",
         "language_model.model.layers.1.mlp.experts.0.w1",
         "language_model.model.layers.1.self_attn.k_proj",
@@ -252,6 +251,16 @@ def test_modules_that_vllm_does_not_adapt(module: str, policy: Any, checkpoint: 
     tensors[f"base_model.model.{module}.lora_A.weight"] = torch.zeros(4, columns, dtype=torch.bfloat16)
     tensors[f"base_model.model.{module}.lora_B.weight"] = torch.zeros(rows, 4, dtype=torch.bfloat16)
     refused(policy, config, tensors, "expected target modules in")
+
+
+def test_what_mla_absorbed(policy: Any, checkpoint: Path, tmp_path: Path) -> None:
+    """vLLM takes such an adapter and applies it nowhere; here the file is refused as well."""
+    config, tensors = random_adapter(checkpoint, r"self_attn\.(o_proj|kv_b_proj)")
+    refused(policy, config, tensors, r"kv_b_proj.*does not apply LoRA on kv_b_proj")
+    with pytest.raises(ValueError, match=r"received .*kv_b_proj"):
+        policy.model_runner.add_lora(
+            request("disk", 2, str(save_adapter(tmp_path / "kv_b", config, tensors)))
+        )
 
 
 def test_another_models_shapes_leave_nothing_half_loaded(policy: Any, checkpoint: Path) -> None:

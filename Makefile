@@ -1,16 +1,22 @@
-.PHONY: setup demo test lint clean
+.PHONY: setup setup-vllm demo test test-vllm lint clean
 
 setup:        ## make .venv once, with pinned versions
 	@scripts/setup.sh
 
+setup-vllm:   ## make .venv-vllm once, with pinned versions of vLLM and what it needs
+	@scripts/setup_vllm.sh
+
 demo: setup   ## tiny checkpoint -> Megatron on 2 processes -> another layout -> back, compared bit for bit
 	@.venv/bin/kimi-bridge demo
 
-test: setup   ## all tests that run without a GPU (GPU tests skip themselves)
+test: setup test-vllm   ## all tests that run without a GPU (GPU tests skip themselves)
 	@.venv/bin/python -m pytest -q
+
+test-vllm: setup-vllm   ## the tests that need the real vLLM, on a CPU
+	@.venv-vllm/bin/python -m pytest -q tests/inference tests/patches
 
 lint: setup   ## style, formatting and types
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
 
-clean:        ## remove the environment and the demo's output
-	rm -rf .venv .demo
+clean:        ## remove the environments and the demo's output
+	rm -rf .venv .venv-vllm .demo

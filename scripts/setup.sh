@@ -11,34 +11,12 @@ venv=$root/.venv
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/kimi-bridge/wheels
 te_version=2.12.0
 
-fail() { printf 'setup: %s\n' "$1" >&2; exit 1; }
-say() { printf 'setup: %s\n' "$1"; }
+. scripts/common.sh
 
-is_312() { [ -x "$(command -v "$1" 2>/dev/null)" ] && "$1" -c 'import sys, venv; sys.exit(sys.version_info[:2] != (3, 12))' >/dev/null 2>&1; }
-
-find_python() {
-  local candidate
-  for candidate in "${PYTHON:-}" python3.12 python3 python \
-    "$HOME"/.pyenv/versions/3.12*/bin/python "$HOME"/.local/share/uv/python/cpython-3.12*/bin/python3.12 \
-    /usr/local/bin/python3.12 /opt/python*/bin/python3.12; do
-    if [ -n "$candidate" ] && is_312 "$candidate"; then echo "$candidate"; return; fi
-  done
-  if command -v uv >/dev/null 2>&1 && candidate=$(uv python find 3.12 2>/dev/null) && is_312 "$candidate"; then
-    echo "$candidate"; return
-  fi
-  return 1
-}
-
-stamp=$(cat pyproject.toml scripts/setup.sh scripts/constraints.txt scripts/overrides.txt | sha256sum | cut -d' ' -f1)
+stamp=$(stamp_of pyproject.toml scripts/common.sh scripts/setup.sh scripts/constraints.txt scripts/overrides.txt)
 if [ "$(cat "$venv/.kimi-bridge-setup" 2>/dev/null)" = "$stamp" ]; then exit 0; fi
 
-python=$(find_python) || fail "Python 3.12 is needed and was not found: install it (megatron-bridge supports no other), or set PYTHON=/path/to/python3.12."
-[ "$(uname -s)" = Linux ] || fail "Megatron needs Linux; this is $(uname -s)."
-if ! is_312 "$venv/bin/python"; then
-  say "making .venv with $("$python" --version)"
-  "$python" -m venv --clear "$venv"
-fi
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check 'uv>=0.9'
+make_venv "$venv"
 uv() { "$venv/bin/uv" "$@"; }
 
 # One Transformer Engine wheel: a folder the user names, one beside this clone, or one built before.

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1] / "kimi_bridge"
+PATCHES = ROOT.parent / "patches"
 
 # What each part of the package may import of the others; `errors` and `progress` are for all.
 LAYERS = {
@@ -18,6 +19,9 @@ LAYERS = {
     "checkpoint": {"int4", "conversion"},
     "adapter": {"int4", "checkpoint", "conversion"},
     "megatron": {"int4", "checkpoint", "adapter"},
+    "inference": set(),
+    "ray_env": set(),
+    "patches": set(),
     "doctor": set(),
     "demo": {"checkpoint"},
     "report": {"adapter", "checkpoint"},
@@ -28,7 +32,7 @@ LAYERS = {
 THIRD_PARTY = {
     "megatron": {"megatron"},
     "transformer_engine": {"megatron"},
-    "vllm": set(),
+    "vllm": {"inference", "patches"},
     "ray": {"checkpoint"},
 }
 COMMON = {"errors", "progress"}
@@ -45,9 +49,16 @@ def imported(file: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("file", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def place(file: Path) -> Path:
+    """Where the file lies in the installed package."""
+    return Path("patches") / file.name if file.parent == PATCHES else file.relative_to(ROOT)
+
+
+@pytest.mark.parametrize(
+    "file", sorted([*ROOT.rglob("*.py"), *PATCHES.glob("*.py")]), ids=lambda f: str(place(f))
+)
 def test_imports_point_downward(file: Path) -> None:
-    relative = file.relative_to(ROOT)
+    relative = place(file)
     part = relative.parts[0] if len(relative.parts) > 1 else relative.stem
     for name in imported(file):
         top, *rest = name.split(".")
@@ -64,6 +75,8 @@ def test_imports_point_downward(file: Path) -> None:
     [
         ("import kimi_bridge", ("torch", "transformers", "megatron", "vllm", "ray")),
         ("import kimi_bridge.checkpoint", ("megatron", "transformer_engine", "vllm", "ray")),
+        ("import kimi_bridge.inference", ("megatron", "transformer_engine", "transformers", "vllm", "ray")),
+        ("import kimi_bridge.ray_env", ("torch", "transformers", "megatron", "vllm", "ray")),
         ("import kimi_bridge.cli", ("torch", "transformers", "megatron", "vllm", "ray")),
     ],
 )

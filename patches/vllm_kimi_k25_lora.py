@@ -1,0 +1,149 @@
+"""Declares vLLM's KimiK25ForConditionalGeneration LoRA-capable, as the decoder inside it is.
+
+vLLM's gate is an isinstance check of the runtime-checkable Protocol SupportsLoRA, which wants every
+member to exist. The members are read from that Protocol when the patch is applied, their values from
+the decoder's class, so that a member that a later vLLM adds is covered. `packed_modules_mapping` is the
+decoder's own dict: the decoder adds `fused_qkv_a_proj` to it when it is built.
+
+vLLM 0.26 to 0.33 accept LoRA on `kv_b_proj` and never apply it: MLA computes with the weight it absorbed
+when loading (vLLM issue 48974). Such an adapter is refused here, where it would be served in part.
+
+pyproject.toml names `apply` as a vLLM plugin (group `vllm.general_plugins`), so every process of vLLM
+calls it. KIMI_BRIDGE_VLLM_LORA=0 turns it off.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+SWITCH = "KIMI_BRIDGE_VLLM_LORA"
+
+_MODULE = "vllm.model_executor.models.kimi_k25"
+_CLASS = "KimiK25ForConditionalGeneration"
+_MARK = "kimi_bridge_lora_members"
+
+# Below vLLM's own logger, whose handlers print it: this library's loggers have none in a vLLM process.
+_logger = logging.getLogger("vllm.kimi_bridge")
+
+
+def apply() -> str:
+    """Declares the class LoRA-capable, now or when vLLM imports it. Returns what it did, in one sentence.
+
+    Does nothing where the class supports LoRA already, where vLLM is not installed or has no such class,
+    and with KIMI_BRIDGE_VLLM_LORA=0. vLLM imports models late, and some of them touch the GPU when
+    imported, so this never imports the model itself.
+    """
+    if os.environ.get(SWITCH, "1").strip().lower() in ("0", "false", "off", "no"):
+        return f"{SWITCH} is off: vLLM is left as it is."
+    if importlib.util.find_spec("vllm") is None:
+        return "vLLM is not installed."
+    if (module := sys.modules.get(_MODULE)) is not None and hasattr(module, _CLASS):
+        return _declare(getattr(module, _CLASS))
+    if not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _WhenImported())
+    return f"{_CLASS} will accept LoRA once vLLM imports it."
+
+
+def _declare(model: type) -> str:
+    """Gives `model` every member of SupportsLoRA that it lacks, and get_mm_mapping."""
+    from typing_extensions import get_protocol_members
+    from vllm.model_executor.models.deepseek_v2 import DeepseekV2ForCausalLM
+    from vllm.model_executor.models.interfaces import SupportsLoRA, supports_lora
+
+    declared: set[str] = model.__dict__.get(_MARK, set())
+    if not declared and supports_lora(model):
+        return _say(f"{_CLASS} accepts LoRA without this library: nothing done.")
+    members = set(get_protocol_members(SupportsLoRA)) - declared
+    for name in members:
+        setattr(model, name, _member(DeepseekV2ForCausalLM, name))
+    model.lora_manager = property(_get_manager, _set_manager)  # type: ignore[attr-defined]
+    if not hasattr(model, "get_mm_mapping"):
+        model.get_mm_mapping = _get_mm_mapping  # type: ignore[attr-defined]
+    setattr(model, _MARK, declared | members)
+    if not supports_lora(model):
+        _logger.warning(
+            "%s still does not pass vLLM's check for LoRA: report it with vLLM's version.", _CLASS
+        )
+    if not members:
+        return f"{_CLASS} accepts LoRA since an earlier call."
+    return _say(f"{_CLASS} accepts LoRA now (declared: {', '.join(sorted(members))}).")
+
+
+def _say(sentence: str) -> str:
+    _logger.info(sentence)
+    return sentence
+
+
+def _member(decoder: type, name: str) -> Any:
+    """The decoder's value of a member; None for one that is only annotated there, like `lora_manager`.
+
+    What is computed from the instance is asked of the decoder inside the model, not of the model.
+    """
+    value = getattr(decoder, name, None)
+    if inspect.isfunction(value):
+        return lambda self, *args, **kwargs: getattr(self.language_model, name)(*args, **kwargs)
+    if isinstance(value, property):
+        return property(lambda self: getattr(self.language_model, name))
+    return value
+
+
+def _get_manager(self: Any) -> Any:
+    return self.__dict__.get("_lora_manager")
+
+
+def _set_manager(self: Any, manager: Any) -> None:
+    """vLLM sets this attribute once it has wrapped the model's layers.
+
+    What is not in `supported_lora_modules` vLLM refuses when an adapter names it.
+    """
+    self.__dict__["_lora_manager"] = manager
+    absorbed = any(type(module).__name__ == "MLAAttention" for module in self.modules())
+    if manager is not None and absorbed and "kv_b_proj" in manager.supported_lora_modules:
+        manager.supported_lora_modules.remove("kv_b_proj")
+        _logger.info(
+            "Adapters on kv_b_proj are refused: vLLM's MLA would not apply them. Merge such an adapter."
+        )
+
+
+def _get_mm_mapping(self: Any) -> Any:
+    """Tells vLLM which parts are which: it puts LoRA on the language model alone."""
+    from vllm.model_executor.models.module_mapping import MultiModelKeys
+
+    return MultiModelKeys.from_string_field(
+        language_model="language_model", connector="mm_projector", tower_model="vision_tower"
+    )
+
+
+class _WhenImported(MetaPathFinder):
+    """Finds the model's module like everyone else, and declares the class right after it was executed."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != _MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_declare(module: ModuleType) -> None:
+            execute(module)
+            # A fault here must not take a working vLLM down: it then says itself what it does not support.
+            try:
+                _declare(getattr(module, _CLASS))
+            except Exception:
+                _logger.exception("%s could not be declared LoRA-capable (%s=0 skips this)", _CLASS, SWITCH)
+
+        spec.loader.exec_module = execute_and_declare  # type: ignore[method-assign]
+        return spec

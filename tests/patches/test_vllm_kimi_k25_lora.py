@@ -1,0 +1,202 @@
+"""The LoRA patch on the real vLLM. Each case has a process of its own: a class stays patched."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+MODEL = "from vllm.model_executor.models.kimi_k25 import KimiK25ForConditionalGeneration as Model\n"
+CHECK = "from vllm.model_executor.models.interfaces import SupportsLoRA, supports_lora\n"
+DECODER = "from vllm.model_executor.models.deepseek_v2 import DeepseekV2ForCausalLM as Decoder\n"
+APPLY = "from kimi_bridge.patches.vllm_kimi_k25_lora import apply\n"
+# What vLLM asks of an instance, which needs no layers for it; test_built_model has one with layers.
+INSTANCE = "instance = Model.__new__(Model)\ntorch_init = __import__('torch').nn.Module.__init__(instance)\n"
+
+
+def run(script: str, **environment: str) -> list[str]:
+    """The lines that a script prints with `say`, in a process without this test's plugins and platform."""
+    say = "def say(*values): print('>>', *values)\n"
+    done = subprocess.run(
+        [sys.executable, "-c", say + script],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [line[3:] for line in done.stdout.splitlines() if line.startswith(">> ")]
+
+
+def test_before_and_after() -> None:
+    script = f"""
+{MODEL}{CHECK}{DECODER}{APPLY}{INSTANCE}
+say(supports_lora(Model), supports_lora(instance))
+say(apply())
+say(supports_lora(Model), supports_lora(instance), isinstance(instance, SupportsLoRA))
+say(Model.packed_modules_mapping is Decoder.packed_modules_mapping)
+say(Model.embedding_modules is Decoder.embedding_modules)
+names = set(vars(Model))
+say(apply())
+say(set(vars(Model)) == names, supports_lora(instance))
+mapping = instance.get_mm_mapping()
+say(mapping.language_model, mapping.connector, mapping.tower_model)
+"""
+    before, first, after, shared, embedding, second, unchanged, parts = run(script)
+    assert before == "False False"
+    assert first.startswith("KimiK25ForConditionalGeneration accepts LoRA now (declared: ")
+    assert "lora_manager" in first
+    assert "packed_modules_mapping" in first
+    assert after == "True True True"
+    assert shared == embedding == "True"
+    assert second == "KimiK25ForConditionalGeneration accepts LoRA since an earlier call."
+    assert unchanged == "True True"
+    assert parts == "['language_model'] ['mm_projector'] ['vision_tower']"
+
+
+def test_members_of_a_later_version() -> None:
+    """Annotation-only, with a value, a method, a property: the Protocol of a vLLM that does not exist yet."""
+    script = f"""
+{MODEL}{CHECK}{DECODER}{APPLY}
+from typing import ClassVar, Protocol, runtime_checkable
+import vllm.model_executor.models.interfaces as interfaces
+
+@runtime_checkable
+class Later(SupportsLoRA, Protocol):
+    only_annotated: int
+    with_value: ClassVar[dict] = {{}}
+    def count_layers(self): ...
+    @property
+    def depth(self): ...
+
+interfaces.SupportsLoRA = Later
+Decoder.with_value = {{"a": 1}}
+Decoder.count_layers = lambda self: self.layers
+Decoder.depth = property(lambda self: self.layers + 1)
+apply()
+{INSTANCE}
+say(interfaces.supports_lora(instance), isinstance(instance, Later))
+instance.language_model = Decoder.__new__(Decoder)
+__import__('torch').nn.Module.__init__(instance.language_model)
+object.__setattr__(instance.language_model, "layers", 61)
+say(Model.with_value is Decoder.with_value, instance.only_annotated, instance.count_layers(), instance.depth)
+"""
+    assert run(script) == ["True True", "True None 61 62"]
+
+
+def test_a_member_added_to_the_protocol_itself() -> None:
+    script = f"""
+{MODEL}{CHECK}{APPLY}{INSTANCE}
+apply()
+SupportsLoRA.__annotations__["brand_new"] = int
+SupportsLoRA.__protocol_attrs__ = SupportsLoRA.__protocol_attrs__ | {{"brand_new"}}
+if hasattr(SupportsLoRA, "__non_callable_proto_members__"):  # of Python 3.12.2
+    SupportsLoRA.__non_callable_proto_members__ |= {{"brand_new"}}
+say(supports_lora(instance))
+say(apply())
+say(supports_lora(instance))
+"""
+    before, what, after = run(script)
+    assert before == "False"
+    assert "(declared: brand_new)" in what
+    assert after == "True"
+
+
+PLUGIN = f"""
+import sys
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+say("vllm.model_executor.models.kimi_k25" in sys.modules)
+{MODEL}{CHECK}{INSTANCE}
+say(supports_lora(Model), supports_lora(instance))
+"""
+
+
+def test_as_a_plugin() -> None:
+    """By the entry point alone, and without importing a model that another start of vLLM does not need."""
+    assert run(PLUGIN) == ["False", "True True"]
+
+
+def test_switched_off() -> None:
+    assert run(PLUGIN, KIMI_BRIDGE_VLLM_LORA="0") == ["False", "False False"]
+    [answer] = run(f"{APPLY}say(apply())", KIMI_BRIDGE_VLLM_LORA="0")
+    assert answer == "KIMI_BRIDGE_VLLM_LORA is off: vLLM is left as it is."
+
+
+def test_by_import() -> None:
+    script = (
+        f"import kimi_bridge.patches.auto as auto\nsay(auto.APPLIED)\n{MODEL}{CHECK}say(supports_lora(Model))"
+    )
+    applied, supported = run(script)
+    assert "will accept LoRA once vLLM imports it" in applied
+    assert supported == "True"
+
+
+def test_a_vllm_that_supports_it_is_left_alone() -> None:
+    script = f"""
+{MODEL}{CHECK}{DECODER}{APPLY}
+Model.__bases__ = (*Model.__bases__, SupportsLoRA)
+Model.packed_modules_mapping = {{}}
+before = set(vars(Model))
+say(supports_lora(Model))
+say(apply())
+say(set(vars(Model)) == before)
+"""
+    supported, what, unchanged = run(script)
+    assert supported == unchanged == "True"
+    assert what == "KimiK25ForConditionalGeneration accepts LoRA without this library: nothing done."
+
+
+def test_a_fault_of_the_patch_does_not_stop_vllm() -> None:
+    script = f"""
+from kimi_bridge.patches import vllm_kimi_k25_lora as patch
+patch._get_mm_mapping = None
+del patch._member
+patch.apply()
+{MODEL}{CHECK}
+say(supports_lora(Model))
+"""
+    assert run(script) == ["False"]
+
+
+def test_built_model(checkpoint: Path) -> None:
+    """The instance with all its layers passes; building the decoder adds to the shared mapping."""
+    script = f"""
+from pathlib import Path
+from tests.inference import vllm_cpu
+config = vllm_cpu.engine_config(Path({str(checkpoint)!r}), language_model_only=False)
+model = vllm_cpu.build_model(config)
+{CHECK}{DECODER}
+from vllm.model_executor.models import supports_lora as gate
+say(supports_lora(type(model)), gate(model), isinstance(model, SupportsLoRA))
+say(type(model).packed_modules_mapping is Decoder.packed_modules_mapping)
+say(model.packed_modules_mapping["fused_qkv_a_proj"])
+worker = vllm_cpu.build_worker(config, model)
+manager = worker.model_runner.lora_manager._adapter_manager
+say(sum(1 for name, _ in model.named_modules() if name.startswith(("vision_tower.", "mm_projector."))) > 20)
+say(sorted({{name.split(".")[0] for name in manager.modules}}), len(manager.modules))
+say(sorted({{name.rsplit(".", 1)[1] for name in manager.modules}}))
+say(model.lora_manager is manager, "kv_b_proj" in manager.supported_lora_modules)
+"""
+    supported, shared, fused, tower, parts, kinds, linked = run(script)
+    assert supported == "True True True"
+    assert shared == "True"
+    assert fused == "['q_a_proj', 'kv_a_proj_with_mqa']"
+    assert tower == "True"
+    assert parts == "['language_model'] 22"
+    assert {"experts", "fused_qkv_a_proj", "q_b_proj", "o_proj"} <= set(eval(kinds))
+    assert linked == "True False"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from kimi_bridge.checkpoint import synthesize_checkpoint
+
+    return synthesize_checkpoint(tmp_path_factory.mktemp("served") / "bf16", int4=False)

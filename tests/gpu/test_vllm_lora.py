@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from kimi_bridge.checkpoint import synthesize_checkpoint
 from tests.inference.adapters import ATTENTION, EXPERTS, ROUTER, SHARED, merge, random_adapter, save_adapter
@@ -33,7 +34,9 @@ pytestmark = [
 
 ROOT = Path(__file__).parents[2]
 PROMPTS, LENGTH = 64, 32
-MERGED = ("attention", "experts", "all")
+# Made by megatron_adapter.py, which says how.
+MEGATRON = os.environ.get("KIMI_BRIDGE_MEGATRON_ADAPTER")
+MERGED = ("attention", "experts", "all", *(["megatron"] if MEGATRON else []))
 PATTERNS = {
     "attention": ATTENTION,
     "experts": EXPERTS,
@@ -53,6 +56,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         name: random_adapter(int4, pattern, rank=16, seed=seed, size=0.3)
         for seed, (name, pattern) in enumerate(PATTERNS.items())
     }
+    if MEGATRON:
+        config = json.loads((Path(MEGATRON) / "adapter_config.json").read_text())
+        adapters["megatron"] = config, load_file(Path(MEGATRON) / "adapter_model.safetensors")
     merged = {
         name: merge(
             synthesize_checkpoint(folder / "merged" / name, size="small", int4=False), adapters[name][1]

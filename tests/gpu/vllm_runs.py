@@ -54,13 +54,14 @@ def adapters(folder: Path) -> dict[str, Any]:
         return load_adapter(llm, name, lora_id, config, tensors)
 
     found: dict[str, Any] = {"base": generate(llm, plan["prompts"])}
-    for number, name in enumerate(("attention", "experts", "all", "other"), 1):
+    for number, name in enumerate((*plan["merged"], "other"), 1):
         request = from_disk(name, number)
         found[name] = generate(llm, plan["prompts"], request)
         found[f"{name} digest"] = digest(llm, number)
         found[f"{name} again"] = generate(llm, plan["prompts"], request)
         llm.llm_engine.remove_lora(number)
-    for number, name in enumerate(("attention", "experts", "all", "other"), 11):
+    in_memory = ("attention", "experts", "all", "other")
+    for number, name in [*((10, n) for n in plan["merged"] if n not in in_memory), *enumerate(in_memory, 11)]:
         request = from_memory(f"memory-{name}", name, number)
         found[f"memory {name}"] = generate(llm, plan["prompts"], request)
         found[f"memory {name} digest"] = digest(llm, number)

@@ -40,6 +40,11 @@ TEXT_PREFIX = "language_model."
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _NOTES = "kimi_bridge"
+_KV_B_PROJ = (
+    "the adapter is on kv_b_proj ({count} modules), which vLLM accepts and never applies (vLLM issue 48974),"
+    " and refuses where this library is installed: leave linear_kv_up_proj out of target_modules, or merge the"
+    " adapter to serve it"
+)
 # Kinds of adapters whose delta is not scale * B A.
 _UNSUPPORTED = ("use_dora", "lora_bias", "modules_to_save", "target_parameters", "layer_replication")
 
@@ -64,6 +69,7 @@ class AdapterPlan:
     config: LoraConfig
     specs: list[TensorSpec]
     notes: dict[str, Any] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
 
 
 class Adapter:
@@ -180,7 +186,9 @@ def plan_adapter(
             (tensor_name(module, "B"), (spec.shape[0], spec.rank)),
         )
     ]
-    return AdapterPlan(config, specs, {"base": fingerprint(base), **(notes or {})})
+    ignored = [module for module in modules if module.endswith(".kv_b_proj")] if target == "vllm" else []
+    warnings = [_KV_B_PROJ.format(count=len(ignored))] if ignored else []
+    return AdapterPlan(config, specs, {"base": fingerprint(base), **(notes or {})}, warnings)
 
 
 def save_adapter(

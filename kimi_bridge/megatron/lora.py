@@ -8,6 +8,7 @@ own parts.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,7 @@ from kimi_bridge.megatron.exchange import Piece, exchange
 from kimi_bridge.megatron.pretrained import install_source
 from kimi_bridge.megatron.transfer import DEFAULT_BUCKET_BYTES
 
+_logger = logging.getLogger("kimi_bridge")
 PER_EP_RANK = "one for all experts of an EP rank"
 
 
@@ -75,7 +77,8 @@ def export_adapter(
         overwrite: replace an adapter that is already there.
 
     Returns:
-        What was written; `notes` has "expert_adapters" where the adapter depends on the EP size.
+        What was written; `notes` has "expert_adapters" where the adapter depends on the EP size, `warnings`
+        (also logged) tells of what vLLM will not serve.
 
     Raises:
         KimiBridgeError: no adapters, ranks that disagree about them, NaN or Inf, a folder in use.
@@ -84,6 +87,9 @@ def export_adapter(
         bridge, model, lora, target=target, expand_shared_experts=expand_shared_experts, base_name=base_name
     )
     stream.receiver = 0
+    if rank() == 0:
+        for warning in stream.plan.warnings:
+            _logger.warning(warning)
     with contextlib.ExitStack() as stack:
         writer = None
         with raise_together():

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from kimi_bridge.checkpoint import synthesize_checkpoint
 from tests.inference.adapters import ATTENTION, EXPERTS, ROUTER, SHARED, merge, random_adapter, save_adapter
@@ -51,7 +51,7 @@ PATTERNS = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints, adapters, prompts, and a plan of where they are."""
     folder = tmp_path_factory.mktemp("vllm")
-    int4 = synthesize_checkpoint(folder / "int4", size="small")
+    int4 = calm(synthesize_checkpoint(folder / "int4", size="small"))
     adapters = {
         name: random_adapter(int4, pattern, rank=16, seed=seed, size=0.3)
         for seed, (name, pattern) in enumerate(PATTERNS.items())
@@ -61,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         adapters["megatron"] = config, load_file(Path(MEGATRON) / "adapter_model.safetensors")
     merged = {
         name: merge(
-            synthesize_checkpoint(folder / "merged" / name, size="small", int4=False), adapters[name][1]
+            calm(synthesize_checkpoint(folder / "merged" / name, size="small", int4=False)), adapters[name][1]
         )
         for name in MERGED
     }
@@ -77,6 +77,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     (folder / "plan.json").write_text(json.dumps(plan))
     return folder
+
+
+def calm(checkpoint: Path) -> Path:
+    """Makes the logits of random weights a sixteenth: bfloat16 rounds those of 10 to steps of 0.06.
+
+    Differences of log-probabilities shrink alike, those that are asserted to be small and to be large.
+    """
+    for shard in sorted(checkpoint.glob("*.safetensors")):
+        weights = load_file(shard)
+        if "language_model.lm_head.weight" in weights:
+            weights["language_model.lm_head.weight"] /= 16
+            save_file(weights, shard, {"format": "pt"})
+    return checkpoint
 
 
 def run(name: str, folder: Path) -> dict[str, Any]:
@@ -112,11 +125,11 @@ def agreement(left: Any, right: Any) -> float:
 
 
 def same(left: Any, right: Any, again: float) -> bool:
-    """The same up to what a second run of the very same differs by: LoRA's kernels add in any order."""
+    """The same tokens, and log-probabilities that differ by no more than those of a second run do."""
     print(
         f"agreement {agreement(left, right):.4f}, difference {difference(left, right):.6f}, again {again:.6f}"
     )
-    return agreement(left, right) >= 0.95 and difference(left, right) <= max(2 * again, 0.002)
+    return agreement(left, right) >= 0.95 and difference(left, right) <= max(2 * again, 0.0005)
 
 
 @pytest.mark.parametrize("name", MERGED)

@@ -36,11 +36,14 @@ LORA = {
 
 def adapters(folder: Path) -> dict[str, Any]:
     """The engine with LoRA on the INT4 checkpoint."""
+    import vllm.lora.ops.triton_ops.utils as lora_kernels
     from safetensors.torch import load_file
     from vllm.lora.request import LoRARequest
 
     from kimi_bridge.inference import load_adapter, unload_adapter
 
+    # By default they add up in any order, and where two tokens are as likely either is sampled.
+    lora_kernels.is_batch_invariant = True
     plan = json.loads((folder / "plan.json").read_text())
     llm = engine(plan["int4"], **LORA)
     paths = {name: Path(path) for name, path in plan["adapters"].items()}

@@ -255,6 +255,15 @@ def export_only(
     return kimi.export_adapter(bridge, model, lora, dst, **options).notes
 
 
+def export_warnings(
+    src: str, dst: str, variant: str, layout: Layout, target: str, but: bool = False
+) -> list[str]:
+    targets = [name for name in MLA if not but or name != "linear_kv_up_proj"]
+    lora = make_lora(variant, target_modules=targets)
+    bridge, model = build(src, layout, lora, "te")
+    return kimi.export_adapter(bridge, model, lora, dst, target=target).warnings
+
+
 def build_plain(src: str, layout: Layout) -> tuple[AutoBridge, list[Any]]:
     bridge = AutoBridge.from_hf_pretrained(src)
     return bridge, runtime.build_model(bridge.to_megatron_provider(load_weights=False), layout)

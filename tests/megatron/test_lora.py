@@ -172,6 +172,17 @@ def test_folded_form_comes_back(
         assert {spec.scale for spec in load_adapter(tmp_path / target).modules.values()} == {1.0}
 
 
+def test_what_vllm_ignores_is_warned_of(ranks: Ranks, base: Path, tmp_path: Path) -> None:
+    arguments = {"src": str(base), "variant": "attention", "layout": Layout()}
+    found = [
+        ranks.run("lora_scenarios.export_warnings", **arguments, dst=str(tmp_path / str(i)), **options)
+        for i, options in enumerate([{"target": "vllm"}, {"target": "peft"}, {"target": "vllm", "but": True}])
+    ]
+    assert "kv_b_proj (3 modules)" in found[0][0]
+    assert "linear_kv_up_proj" in found[0][0]
+    assert found[1:] == [[], []]
+
+
 def test_both_forms_have_the_same_delta(adapters: Any) -> None:
     """PEFT's patterns on one side, the folded scale on the other."""
     peft, vllm = (load_adapter(adapters("normalized") / target) for target in ("peft", "vllm"))

@@ -42,8 +42,8 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 _NOTES = "kimi_bridge"
 _KV_B_PROJ = (
     "the adapter is on kv_b_proj ({count} modules), which vLLM accepts and never applies (vLLM issue 48974),"
-    " and refuses where this library is installed: leave linear_kv_up_proj out of target_modules, or merge the"
-    " adapter to serve it"
+    " and refuses where this library is installed: leave linear_kv_up_proj out of target_modules, or merge"
+    " the adapter to serve it"
 )
 # Kinds of adapters whose delta is not scale * B A.
 _UNSUPPORTED = ("use_dora", "lora_bias", "modules_to_save", "target_parameters", "layer_replication")

@@ -67,7 +67,8 @@ def flipped_scale(check: Check, row: Row) -> None:
 
     names = [name for name in CheckpointReader(check.source).names() if name.endswith("_scale")]
     victim = names[len(names) // 2]
-    copy = copy_with_change(check.source, check.folder / "flipped", victim, byte=1234)
+    middle = CheckpointReader(check.source).info(victim).nbytes // 4 * 2
+    copy = copy_with_change(check.source, check.folder / "flipped", victim, middle)
     report = verify_checkpoints(check.source, copy)
     weight = victim.removesuffix("_scale")
     found = [difference.name for difference in report.differences]

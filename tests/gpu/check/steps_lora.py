@@ -179,7 +179,8 @@ def _sync(check: Check, stream: Any, name: str, step: int) -> None:
 
     file = check.folder / "adapter-in-memory.safetensors"
     config = stream.config
-    save_file({key: tensor.cpu().contiguous() for key, tensor in stream}, file)
+    # gate_proj and up_proj share their A, and a file must not hold one tensor under two names.
+    save_file({key: tensor.cpu().clone() for key, tensor in stream}, file)
     check.engine("lora").call(
         "adapter_from_memory", name=name, number=step + 1, config=config, file=str(file)
     )

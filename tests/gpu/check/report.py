@@ -30,11 +30,11 @@ _PACKAGES = {
 _HOW = (
     f"Mean KL(engine || trainer) in nats over {BATCH} sequences of {CONTINUATION} tokens, sampled by vLLM at"
     f" temperature 1 after {PROMPT} prompt tokens, with batches of their own at each step. k3 is Schulman's"
-    " estimator r - 1 - log r on the sampled tokens, r = p_trainer / p_engine. top-k is exact over the engine's k"
-    " most likely tokens and one bucket for the others. A flip is a (token, layer) whose top-k experts differ"
-    " between trainer and engine; KL without flips leaves out tokens with one at their own position, KL in a"
-    " clean context also those with one anywhere before. Columns marked * show what is lost without a sync or"
-    " without QAT; the bar does not hold for them."
+    " estimator r - 1 - log r on the sampled tokens, r = p_trainer / p_engine. top-k is exact over the"
+    " engine's k most likely tokens and one bucket for the others, a lower bound. A flip is a (token, layer)"
+    " whose top-k experts differ between trainer and engine; KL without flips leaves out tokens with one at"
+    " their own position, KL in a clean context also those with one anywhere before. Columns marked * show"
+    " what is lost without a sync or without QAT; the bar does not hold for them."
 )
 
 

@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from tests.gpu.check.runner import STEPS, run
-from tests.gpu.check.state import Check, Options
+from tests.gpu.check.state import Check, Options, Row
 
 ROOT = Path(__file__).parents[3]
 
@@ -97,11 +97,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     options = Options(**{field.name: getattr(parsed, field.name) for field in fields(Options)})
     check = Check(options)
-    try:
-        rows = run(check, parsed.names)
+
+    def save(rows: list[Row]) -> None:
         for path, write in ((parsed.json, report.write_json), (parsed.markdown, report.write_markdown)):
             if path is not None:
                 write(path, rows, check)
+
+    try:
+        rows = run(check, parsed.names, save)
         report.print_tables(rows, check)
     finally:
         check.close()

@@ -40,6 +40,8 @@ def layouts(check: Check, row: Row) -> None:
     }
     file = check.folder / "layouts.json"
     file.write_text(json.dumps(plan))
+    one = check.lora_run.losses[-1]
+    row.figures["one GPU: loss"] = one
     # The trainer's own models leave the first GPU.
     for name in ("base", "lora_run"):
         check.__dict__.pop(name, None)
@@ -55,6 +57,7 @@ def layouts(check: Check, row: Row) -> None:
     expected = dict(sha256s(check.folder / "adapters" / "vllm"))
     for name, found in json.loads((check.folder / "layouts" / "found.json").read_text()).items():
         row.figures[f"{name}: loss"] = found["loss"]
+        row.expect(abs(found["loss"] - one) < 0.02 * one, f"{name}: another loss than on one GPU")
         row.expect(found["identical"], f"{name}: the export differs from the source: {found['differences']}")
         row.expect(found["adapter"] == expected, f"{name}: the adapter's files differ from those of one GPU")
 
@@ -112,6 +115,9 @@ def _loss(trainer: Any, tokens: torch.Tensor) -> float:
 
         return model(inputs, positions, None, labels=labels), reduce
 
+    # Megatron asks for sequence parallelism in training with TP and experts.
+    for chunk in trainer.chunks:
+        chunk.eval()
     losses = get_forward_backward_func()(
         forward_step_func=step,
         data_iterator=iter(()),
@@ -121,7 +127,9 @@ def _loss(trainer: Any, tokens: torch.Tensor) -> float:
         micro_batch_size=inputs.shape[0],
         forward_only=True,
     )
-    value = torch.tensor([sum(float(entry["loss"]) for entry in losses)], device=batch.device)
+    value = torch.tensor([sum(float(entry["loss"]) for entry in losses)], dtype=torch.float32).to(
+        batch.device
+    )
     # Only the last stage has it.
     torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MAX)
     return value.item()

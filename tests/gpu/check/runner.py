@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 from tests.gpu.check import layouts, steps_faults, steps_full, steps_lora, steps_weights
@@ -26,8 +27,11 @@ _ENGINES = {
 }
 
 
-def run(check: Check, names: list[str]) -> list[Row]:
-    """The rows of the named steps. Engines start at once, and compile their kernels meanwhile."""
+def run(check: Check, names: list[str], save: Callable[[list[Row]], None] = lambda _rows: None) -> list[Row]:
+    """The rows of the named steps. Engines start at once, and compile their kernels meanwhile.
+
+    `save` gets the rows after each step, so that something is there if the process is killed.
+    """
     rows = [_run_one(check, Row("source", "checkpoint"), _source)]
     needed = {engine for name in names for engine in _ENGINES.get(name, ())}
     if "lora" in needed:
@@ -42,6 +46,7 @@ def run(check: Check, names: list[str]) -> list[Row]:
         if name == "roundtrip" and "plain" in needed:
             # It serves what was exported, where that went well.
             check.engine("plain", check.exported if rows[-1].passed else None, wait=False)
+        save(rows)
         free()
     return rows
 

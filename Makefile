@@ -1,4 +1,4 @@
-.PHONY: setup setup-vllm demo test test-vllm lint clean
+.PHONY: setup setup-vllm demo test test-vllm gpu-check lint clean
 
 setup:        ## make .venv once, with pinned versions
 	@scripts/setup.sh
@@ -14,6 +14,9 @@ test: setup test-vllm   ## all tests that run without a GPU (GPU tests skip them
 
 test-vllm: setup-vllm   ## the tests that need the real vLLM, on a CPU
 	@.venv-vllm/bin/python -m pytest -q tests/inference tests/patches
+
+gpu-check: setup setup-vllm   ## on a GPU: load, train, export, serve, sync and compare, with the real widths
+	@.venv/bin/python scripts/gpu_check.py
 
 lint: setup   ## style, formatting and types
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -51,23 +55,38 @@ def synthesize_checkpoint(
         del config["text_config"]["quantization_config"]
     specs = checkpoint_specs(config)
     dst = Path(dst)
+
+    def tensors_of(spec: TensorSpec) -> list[tuple[str, Tensor]]:
+        generator = _generator(seed, spec.name)
+        if quantization is None or not quantization.is_int4(spec.name):
+            return [(spec.name, _plain_values(spec, generator))]
+        codes = _int4_values(spec, generator, convention, quantization)
+        if not int4:
+            return [(spec.name, dequantize(codes, spec.dtype))]
+        parts = (codes.packed, codes.scale, torch.tensor(spec.shape, dtype=torch.int32))
+        return list(zip(part_names(spec.name), parts, strict=True))
+
     with CheckpointWriter(dst, specs, _shard_size(specs), overwrite) as writer:
-        for spec in weights:
-            generator = _generator(seed, spec.name)
-            if quantization is None or not quantization.is_int4(spec.name):
-                writer.write(spec.name, _plain_values(spec, generator))
-                continue
-            codes = _int4_values(spec, generator, convention, quantization)
-            if int4:
-                stated = torch.tensor(spec.shape, dtype=torch.int32)
-                for name, tensor in zip(
-                    part_names(spec.name), (codes.packed, codes.scale, stated), strict=True
-                ):
-                    writer.write(name, tensor)
-            else:
-                writer.write(spec.name, dequantize(codes, spec.dtype))
+        for tensors in _ahead(tensors_of, weights):
+            for name, tensor in tensors:
+                writer.write(name, tensor)
         _write_other_files(dst, config)
     return dst
+
+
+def _ahead(
+    tensors_of: Callable[[TensorSpec], list[tuple[str, Tensor]]], weights: list[TensorSpec]
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """In order, computed by threads a little ahead: a generator of random numbers uses one core."""
+    threads = min(os.cpu_count() or 1, 16)
+    waiting: deque[Future[list[tuple[str, Tensor]]]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        for spec in weights:
+            waiting.append(pool.submit(tensors_of, spec))
+            if len(waiting) > threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 def _shard_size(specs: list[TensorSpec]) -> int:

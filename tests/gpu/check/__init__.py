@@ -1,0 +1,1 @@
+"""The parts of `scripts/gpu_check.py`: one run on a GPU that does what the README promises."""

@@ -124,19 +124,22 @@ def agreement(left: Any, right: Any) -> float:
     return (torch.tensor(left["tokens"]) == torch.tensor(right["tokens"])).float().mean().item()
 
 
-def same(left: Any, right: Any, again: float) -> bool:
-    """The same tokens, and log-probabilities that differ by no more than those of a second run do."""
+def same(left: Any, right: Any, found: dict[str, Any], name: str) -> bool:
+    """The same but for what two runs of the very same differ in: where two tokens tie, either is sampled."""
+    first, second = found[name], found[f"{name} again"]
+    tokens, logprobs = agreement(first, second), difference(first, second)
     print(
-        f"agreement {agreement(left, right):.4f}, difference {difference(left, right):.6f}, again {again:.6f}"
+        f"{name}: same tokens {agreement(left, right):.4f} (a second run {tokens:.4f}),"
+        f" log-probabilities {difference(left, right):.6f} apart (a second run {logprobs:.6f})"
     )
-    return agreement(left, right) >= 0.95 and difference(left, right) <= max(2 * again, 0.0005)
+    ties = min(0.95, tokens - 0.1)
+    return agreement(left, right) >= ties and difference(left, right) <= max(2 * logprobs, 0.0005)
 
 
 @pytest.mark.parametrize("name", MERGED)
 def test_disk_and_memory(name: str, found: dict[str, Any]) -> None:
-    noise = difference(found[name], found[f"{name} again"])
     assert found[f"memory {name} digest"] == found[f"{name} digest"]
-    assert same(found[f"memory {name}"], found[name], noise)
+    assert same(found[f"memory {name}"], found[name], found, name)
     assert agreement(found[name], found["base"]) < 0.9
 
 
@@ -156,14 +159,13 @@ def test_router(found: dict[str, Any]) -> None:
 
 def test_evicted_and_back(found: dict[str, Any]) -> None:
     assert found["evicted"]
-    noise = difference(found["attention"], found["attention again"])
-    assert same(found["after eviction"], found["attention"], noise)
+    assert same(found["after eviction"], found["attention"], found, "attention")
 
 
 def test_two_side_by_side(found: dict[str, Any]) -> None:
     alone = [found["all"], found["other"], found["base"]]
     expected = {kind: [alone[i % 3][kind][i] for i in range(PROMPTS)] for kind in ("tokens", "logprobs")}
-    assert same(found["side by side"], expected, difference(found["all"], found["all again"]))
+    assert same(found["side by side"], expected, found, "all")
 
 
 def test_reloading_does_not_compound(found: dict[str, Any]) -> None:
@@ -171,7 +173,7 @@ def test_reloading_does_not_compound(found: dict[str, Any]) -> None:
 
 
 def test_replaced_under_its_name(found: dict[str, Any]) -> None:
-    assert same(found["replaced"], found["other"], difference(found["other"], found["other again"]))
+    assert same(found["replaced"], found["other"], found, "other")
 
 
 def test_what_is_refused(found: dict[str, Any]) -> None:
@@ -186,15 +188,8 @@ def test_swapped_over_http(found: dict[str, Any], folder: Path) -> None:
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", plan["int4"], "--enable-lora"]
     command += ["--max-lora-rank", "16", "--max-model-len", "256", "--enforce-eager", "--language-model-only"]
-    command += [
-        "--skip-tokenizer-init",
-        "--served-model-name",
-        "base",
-        "--port",
-        str(port),
-        "--gpu-memory-utilization",
-        "0.5",
-    ]
+    command += ["--served-model-name", "base", "--port", str(port), "--gpu-memory-utilization", "0.15"]
+    command += ["--kv-cache-memory-bytes", str(2 << 30), "--max-num-batched-tokens", "4096"]
     log = folder / "serve.log"
     environment = os.environ | {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     with log.open("w") as out:

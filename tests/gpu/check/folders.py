@@ -10,6 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kimi_bridge.checkpoint import CheckpointReader, synthesize_checkpoint
 from kimi_bridge.errors import CheckpointError
 
@@ -54,14 +56,32 @@ def source_checkpoint(
         overrides |= {"num_experts_per_tok": min(8, experts)}
     else:
         overrides |= REAL_WIDTHS | {"intermediate_size": dense}
-    dst = folder / "source"
+    dst, unfinished = folder / "source", folder / "source-unfinished"
     try:
         text = CheckpointReader(dst).config_dict["text_config"]
         if all(text[key] == value for key, value in overrides.items()):
             return dst
     except CheckpointError:
         pass
-    return synthesize_checkpoint(dst, overrides=overrides, overwrite=True)
+    synthesize_checkpoint(unfinished, overrides=overrides, overwrite=True)
+    scale_embeddings(unfinished)
+    shutil.rmtree(dst, ignore_errors=True)
+    return unfinished.rename(dst)
+
+
+def scale_embeddings(checkpoint: Path, factor: float = 4.0) -> None:
+    """Makes the embeddings larger, so that a layer adds less to the stream, as in a deep model.
+
+    In three layers of random weights each is as loud as the embeddings. Routers of random weights nearly tie
+    for a tenth of all tokens, and which expert wins is then decided by the rounding of trainer and engine.
+    """
+    reader = CheckpointReader(checkpoint)
+    info = reader.info("language_model.model.embed_tokens.weight")
+    values = (reader.tensor(info.name) * factor).reshape(-1).view(torch.uint8).numpy()
+    reader.close()
+    with (checkpoint / info.filename).open("r+b") as file:
+        file.seek(info.offset)
+        file.write(values)
 
 
 def copy_with_change(src: Path, dst: Path, tensor: str, byte: int = 0) -> Path:

@@ -35,7 +35,7 @@ class Options:
     engine_pythonpath: str | None = None
     steps: int = 20
     full_steps: int = 5
-    lr: float = 1e-4
+    lr: float = 2e-4
     full_lr: float = 5e-6
     layers: int = 3
     experts: int = 32

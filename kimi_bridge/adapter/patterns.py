@@ -41,6 +41,19 @@ def rank_patterns(values: Mapping[str, float], default: float) -> dict[str, floa
     return patterns
 
 
+def by_kind(modules: Iterable[str]) -> list[list[str]]:
+    """The modules with those that differ in the expert's number together, by that number."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for module in modules:
+        groups[_kind(module)].append(module)
+    return [sorted(group, key=_expert) if len(group) > 1 else group for group in groups.values()]
+
+
+def _expert(module: str) -> int:
+    match = _EXPERT.search(module)
+    return int(match[0]) if match else -1
+
+
 def _kind(module: str) -> str:
     return _EXPERT.sub(lambda _: _ANY_EXPERT, module)
 

@@ -24,7 +24,7 @@ from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kimi_bridge.adapter.patterns import rank_patterns, target_modules
+from kimi_bridge.adapter.patterns import by_kind, rank_patterns, target_modules
 from kimi_bridge.checkpoint.files import plain_disk_errors, write_json
 from kimi_bridge.checkpoint.reader import CheckpointReader
 from kimi_bridge.checkpoint.shards import TensorInfo, load_json
@@ -35,6 +35,9 @@ from kimi_bridge.errors import CheckpointError
 WEIGHTS_NAME, CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
 Target = Literal["vllm", "peft"]
 """Who will read an adapter: vLLM (one scale, 1) or PEFT (each module's own)."""
+
+Part = Literal["A", "B"]
+_PARTS: tuple[Part, Part] = ("A", "B")
 
 TEXT_PREFIX = "language_model."
 _PREFIX = "base_model.model."
@@ -179,12 +182,14 @@ def plan_adapter(
         alpha_pattern={key: _plain(value) for key, value in rank_patterns(alphas, alpha).items()},
     )
     specs = [
-        TensorSpec(name, spec.dtype, shape)
-        for module, spec in modules.items()
-        for name, shape in (
-            (tensor_name(module, "A"), (spec.rank, spec.shape[1])),
-            (tensor_name(module, "B"), (spec.shape[0], spec.rank)),
+        TensorSpec(
+            tensor_name(module, part),
+            modules[module].dtype,
+            _part_shape(modules[module], part),
         )
+        for experts in by_kind(modules)
+        for part in _PARTS
+        for module in experts
     ]
     ignored = [module for module in modules if module.endswith(".kv_b_proj")] if target == "vllm" else []
     warnings = [_KV_B_PROJ.format(count=len(ignored))] if ignored else []
@@ -231,7 +236,11 @@ def config_dict(config: LoraConfig) -> dict[str, Any]:
     return content | {"target_modules": sorted(content["target_modules"])}
 
 
-def tensor_name(module: str, part: Literal["A", "B"]) -> str:
+def _part_shape(spec: ModuleSpec, part: Part) -> tuple[int, int]:
+    return (spec.rank, spec.shape[1]) if part == "A" else (spec.shape[0], spec.rank)
+
+
+def tensor_name(module: str, part: Part) -> str:
     """The name of a module's A or B in `adapter_model.safetensors`."""
     return f"{_PREFIX}{module}{_A if part == 'A' else _B}"
 

@@ -114,19 +114,46 @@ class CheckpointWriter:
         Raises CheckpointError for a name that is unknown or was written before, and for another dtype or
         shape than its spec's.
         """
-        self._claim(name, tensor)
-        shard = self._shards[self.weight_map[name]]
-        data = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
+        self.write_stack([name], tensor.unsqueeze(0))
+
+    def write_stack(self, names: Sequence[str], stack: Tensor) -> None:
+        """Writes `stack[i]` as `names[i]`: at once, where they follow each other in one shard.
+
+        Raises CheckpointError as `write` does.
+        """
+        self._claim(names, stack)
+        data = stack.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
+        size = len(data) // len(names)
+        begin = 0
+        while begin < len(names):
+            end = self._end_of_run(names, begin, size)
+            self._write_run(names[begin:end], memoryview(data)[begin * size : end * size])
+            begin = end
+
+    def _end_of_run(self, names: Sequence[str], begin: int, size: int) -> int:
+        """How far names follow each other in one shard."""
+        end = begin + 1
+        while (
+            end < len(names)
+            and self._offsets[names[end]] == self._offsets[names[end - 1]] + size
+            and self.weight_map[names[end]] == self.weight_map[names[begin]]
+        ):
+            end += 1
+        return end
+
+    def _write_run(self, names: Sequence[str], data: memoryview) -> None:
+        shard = self._shards[self.weight_map[names[0]]]
         with plain_disk_errors(shard.path):
-            _write_at(self._descriptor(shard), memoryview(data), self._offsets[name])
+            _write_at(self._descriptor(shard), data, self._offsets[names[0]])
             with self._lock:
-                shard.missing -= 1
+                shard.missing -= len(names)
                 complete = shard.missing == 0
             if complete:
                 # Outside the lock: it waits for the disk, and others may go on with other shards.
                 _seal(shard)
             with self._lock:
-                del self._missing[name]
+                for name in names:
+                    del self._missing[name]
 
     def finish(self) -> None:
         """Moves the complete shards into place, the index last.
@@ -205,21 +232,24 @@ class CheckpointWriter:
                 file.write(shard.header)
                 file.truncate(shard.size)
 
-    def _claim(self, name: str, tensor: Tensor) -> None:
-        spec = self._specs.get(name)
-        if spec is None:
-            raise CheckpointError(
-                f"{name} is not in the plan of {self.dst}: add its spec, or do not write it."
-            )
-        if tensor.dtype != spec.dtype or tuple(tensor.shape) != tuple(spec.shape):
-            raise CheckpointError(
-                f"{name} is {tensor.dtype} {list(tensor.shape)}, but the plan of {self.dst} says "
-                f"{spec.dtype} {list(spec.shape)}: convert it before it is written."
-            )
+    def _claim(self, names: Sequence[str], stack: Tensor) -> None:
+        dtype, shape = stack.dtype, tuple(stack.shape[1:])
+        for name in names:
+            spec = self._specs.get(name)
+            if spec is None:
+                raise CheckpointError(
+                    f"{name} is not in the plan of {self.dst}: add its spec, or do not write it."
+                )
+            if dtype != spec.dtype or shape != tuple(spec.shape):
+                raise CheckpointError(
+                    f"{name} is {dtype} {list(shape)}, but the plan of {self.dst} says "
+                    f"{spec.dtype} {list(spec.shape)}: convert it before it is written."
+                )
         with self._lock:
-            if name in self._claimed:
-                raise CheckpointError(f"{name} was written to {self.dst} before: write each tensor once.")
-            self._claimed.add(name)
+            for name in names:
+                if name in self._claimed:
+                    raise CheckpointError(f"{name} was written to {self.dst} before: write each tensor once.")
+                self._claimed.add(name)
 
     def _descriptor(self, shard: _Shard) -> int:
         """Opened at the first write and closed after the last: few are open when writes come in order."""

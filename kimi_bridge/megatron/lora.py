@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,9 +96,9 @@ def export_adapter(
             if rank() == 0:
                 writer = stack.enter_context(adapter_writer(dst, stream.plan, overwrite))
         try:
-            for name, tensor in stream:
+            for names, matrices in stream.stacks():
                 if writer is not None:
-                    writer.write(name, tensor)
+                    writer.write_stack(names, matrices)
         finally:
             stream.close()
         with raise_together():
@@ -158,7 +158,8 @@ class AdapterStream(Iterator[HFWeightTuple]):
     def __init__(self, plan: AdapterPlan, pairs: list[Pair], fold: bool):
         self.plan, self.pairs, self.fold = plan, pairs, fold
         self.receiver: int | None = None
-        self._tensors: Iterator[HFWeightTuple] | None = None
+        self._tensors: Generator[HFWeightTuple] | None = None
+        self._stacks: Generator[tuple[list[str], torch.Tensor]] | None = None
 
     @property
     def config(self) -> dict[str, Any]:
@@ -167,15 +168,25 @@ class AdapterStream(Iterator[HFWeightTuple]):
 
     def __next__(self) -> HFWeightTuple:
         if self._tensors is None:
-            self._tensors = self._run()
+            self._tensors = self._one_by_one()
         return next(self._tensors)
 
     def close(self) -> None:
         """Ends the stream early and tells the other ranks, so that they do not wait."""
-        if self._tensors is not None:
-            self._tensors.close()  # type: ignore[attr-defined]
+        for generator in (self._tensors, self._stacks):
+            if generator is not None:
+                generator.close()
 
-    def _run(self) -> Iterator[HFWeightTuple]:
+    def stacks(self) -> Generator[tuple[list[str], torch.Tensor]]:
+        """The same in bulk: names, and their matrices `[n, rows, columns]`, those of experts together."""
+        self._stacks = self._exchange()
+        return self._stacks
+
+    def _one_by_one(self) -> Generator[HFWeightTuple]:
+        for names, stack in self.stacks():
+            yield from (HFWeightTuple(name, matrix) for name, matrix in zip(names, stack, strict=True))
+
+    def _exchange(self) -> Generator[tuple[list[str], torch.Tensor]]:
         halves = [
             (half, pair.adapter) for pair in self.pairs for half in (pair.a, *pair.bs) if half.is_exported
         ]
@@ -185,8 +196,15 @@ class AdapterStream(Iterator[HFWeightTuple]):
         with contextlib.closing(tensors):
             for key, tensor in tensors:
                 part, modules = names[key]
-                for matrix, same in zip(tensor, modules, strict=True):
-                    yield from (HFWeightTuple(tensor_name(module, part), matrix) for module in same)
+                if len(modules) == 1:
+                    # One matrix for all.
+                    yield (
+                        [tensor_name(module, part) for module in modules[0]],
+                        tensor.expand(len(modules[0]), -1, -1),
+                    )
+                    continue
+                for projection in zip(*modules, strict=True):
+                    yield [tensor_name(module, part) for module in projection], tensor
 
     def _value(self, item: tuple[Half, Any]) -> torch.Tensor:
         half, adapter = item

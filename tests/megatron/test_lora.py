@@ -114,13 +114,16 @@ def test_every_layout_gives_the_same_files(
     _check_round_trip(ranks, base, adapters, tmp_path, "normalized", layout)
 
 
-@pytest.mark.parametrize("variant", GROUPED)
-@pytest.mark.parametrize("layout", [Layout(tp=2, ep=2, etp=1), Layout(tp=2, etp=2, pp=2)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "variant"),
+    [(Layout(tp=2, ep=2, etp=1), variant) for variant in GROUPED]
+    # Megatron-Bridge does not split shared-outer adapters; test_misfits holds the error.
+    + [(Layout(tp=2, etp=2, pp=2), variant) for variant in GROUPED if not variant.startswith("outer")],
+    ids=str,
+)
 def test_every_variant_gives_the_same_files(
     ranks: Ranks, base: Path, adapters: Any, tmp_path: Path, variant: str, layout: Layout
 ) -> None:
-    if variant.startswith("outer") and layout["etp"] == 2:
-        pytest.skip("Megatron-Bridge does not split it; test_refusals holds the error")
     _check_round_trip(ranks, base, adapters, tmp_path, variant, layout)
 
 

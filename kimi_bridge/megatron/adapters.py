@@ -26,8 +26,9 @@ from megatron.bridge.peft.utils import (
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-from kimi_bridge.adapter.peft_format import ModuleSpec, tensor_name
+from kimi_bridge.adapter.peft_format import ModuleSpec, Part, tensor_name
 from kimi_bridge.errors import KimiBridgeError
+from kimi_bridge.megatron.shards import speaks
 from kimi_bridge.megatron.transfer import unwrap
 
 _EXPERT = re.compile(r"(?<=\.mlp\.experts\.)\d+(?=\.)")
@@ -43,7 +44,7 @@ class Half:
     ranks, of which this is number `rank`; None: it is whole.
     """
 
-    part: str
+    part: Part
     modules: tuple[tuple[str, ...], ...]
     tensor: torch.Tensor
     dim: int | None
@@ -54,16 +55,12 @@ class Half:
     @property
     def key(self) -> str:
         """The same on all tensor-parallel ranks, and of no other half."""
-        return tensor_name(self.modules[0][0], "A" if self.part == "A" else "B")
+        return tensor_name(self.modules[0][0], self.part)
 
     @property
     def is_exported(self) -> bool:
         """Whether this rank speaks for the half: copies on other ranks stay silent."""
-        if self.dim is None and self.rank != 0:
-            return False
-        if self.is_expert:
-            return parallel_state.get_expert_data_parallel_rank() == 0
-        return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        return speaks(self.dim, self.rank, self.is_expert)
 
     @property
     def full_shape(self) -> tuple[int, int]:
@@ -191,7 +188,7 @@ def _weight(adapter: Any, side: str) -> torch.Tensor:
 
 
 def _half(
-    part: str,
+    part: Part,
     adapter: Any,
     side: str,
     tensor: torch.Tensor,

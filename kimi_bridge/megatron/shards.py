@@ -55,11 +55,16 @@ class Shard:
     @property
     def is_exported(self) -> bool:
         """Whether this rank is the one that speaks for the shard: copies on other ranks stay silent."""
-        if self.dim is None and self.rank != 0:
-            return False
-        if self.is_expert:
-            return parallel_state.get_expert_data_parallel_rank() == 0
-        return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        return speaks(self.dim, self.rank, self.is_expert)
+
+
+def speaks(dim: int | None, rank: int, is_expert: bool) -> bool:
+    """Whether this rank sends its part of a tensor that is split along `dim` (None: whole on every rank)."""
+    if dim is None and rank != 0:
+        return False
+    if is_expert:
+        return parallel_state.get_expert_data_parallel_rank() == 0
+    return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
 
 
 def local_shards(tasks: Sequence[Any], reader: CheckpointReader) -> list[Shard]:

@@ -1,11 +1,14 @@
-"""Adapters on experts under expert tensor parallelism, made to compute `scale * B A` and its gradients.
+"""Adapters on experts under tensor parallelism, made to compute `scale * B A` and its gradients.
 
-There each rank's linear_fc2 returns a part of a sum, which the token dispatcher adds up over the ranks, and
-the dispatcher's backward adds up what the ranks' linear_fc1 pass back. Megatron-Bridge's adapters (0.6.2) do
-not follow: on linear_fc2 they return whole results, computed from A's product with this rank's columns
-alone, and on linear_fc1 the gradients of A are lost in a gather that autograd does not see, or stay partial.
-Here A's products are gathered (linear_fc1) or summed (linear_fc2) over the ranks, with the right backward,
-and on linear_fc2 each rank adds the rows that its part of B gives.
+With expert tensor parallelism each rank's linear_fc2 returns a part of a sum, which the token dispatcher adds
+up over the ranks, and the dispatcher's backward adds up what the ranks' linear_fc1 pass back. Megatron-Bridge's
+adapters (0.6.2) do not follow: on linear_fc2 they return whole results, computed from A's product with this
+rank's columns alone, and on linear_fc1 the gradients of A are lost in a gather that autograd does not see, or
+stay partial. Here A's products are gathered (linear_fc1) or summed (linear_fc2) over the ranks, with the right
+backward, and on linear_fc2 each rank adds the rows that its part of B gives.
+
+The shared experts' linear_fc2 returns a part of a sum, too, where `moe_shared_expert_overlap` is on (the
+DeepSeek-V3 provider's default), and its adapter a whole result, which was added once a rank.
 """
 
 from __future__ import annotations
@@ -31,8 +34,11 @@ def _corrected(constructor: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(constructor)
     def wrapped(adapter: Any, *args: Any, **kwargs: Any) -> None:
         constructor(adapter, *args, **kwargs)
-        if adapter.is_expert and _size() > 1:
-            _correct(adapter)
+        if adapter.is_expert:
+            if _size() > 1:
+                _correct(adapter)
+        elif adapter.input_is_parallel and kwargs.get("disable_tensor_parallel_comm") and _tp_size() > 1:
+            _add_own_rows(adapter, parallel_state.get_tensor_model_parallel_rank, _tp_size)
 
     wrapped._kimi_bridge = True  # type: ignore[attr-defined]
     return wrapped
@@ -44,16 +50,22 @@ def _correct(adapter: Any) -> None:
     between = torch.nn.Sequential(_Between(_AllReduce if is_fc2 else _Gather), adapter.activation)
     if isinstance(adapter, GroupedExpertLinearAdapter):
         # Called for what comes out of B on linear_fc2, and for what comes out of A on linear_fc1.
-        adapter._gather_along_last_dim = _own_rows if is_fc2 else _Gather.apply
         if is_fc2:
             adapter.activation = between
+            adapter._gather_along_last_dim = lambda output: _own_rows(output, _rank(), _size())
+        else:
+            adapter._gather_along_last_dim = _Gather.apply
         return
     adapter.activation = between
     if is_fc2:
-        adapter.linear_out.gather_output = False
-        adapter.register_forward_hook(lambda _module, _inputs, output: _own_rows(output))
+        _add_own_rows(adapter, _rank, _size)
     else:
         adapter.linear_in.gather_output = False
+
+
+def _add_own_rows(adapter: Any, rank: Callable[[], int], size: Callable[[], int]) -> None:
+    adapter.linear_out.gather_output = False
+    adapter.register_forward_hook(lambda _module, _inputs, output: _own_rows(output, rank(), size()))
 
 
 class _Between(torch.nn.Module):
@@ -97,10 +109,10 @@ def _all_reduce(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _own_rows(output: torch.Tensor) -> torch.Tensor:
+def _own_rows(output: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     """`[..., out / size]` to `[..., out]`, with zeros where other ranks' rows are."""
     width = output.shape[-1]
-    return torch.nn.functional.pad(output, (_rank() * width, (_size() - 1 - _rank()) * width))
+    return torch.nn.functional.pad(output, (rank * width, (size - 1 - rank) * width))
 
 
 def _group() -> Any:
@@ -113,3 +125,7 @@ def _rank() -> int:
 
 def _size() -> int:
     return parallel_state.get_expert_tensor_parallel_world_size() if parallel_state.is_initialized() else 1
+
+
+def _tp_size() -> int:
+    return parallel_state.get_tensor_model_parallel_world_size() if parallel_state.is_initialized() else 1

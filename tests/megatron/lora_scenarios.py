@@ -19,7 +19,7 @@ from megatron.bridge.training.checkpointing import (
     apply_peft_adapter_filter_to_state_dict,
 )
 from megatron.bridge.training.config import ConfigContainer
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
 from safetensors.torch import load_file
 
 import kimi_bridge.megatron as kimi
@@ -137,6 +137,63 @@ def gradients(src: str, adapter: str, dst: str, variant: str, layout: Layout, sp
         if ".adapter." in name:
             param.data.copy_(torch.zeros_like(param) if param.grad is None else param.grad)
     kimi.export_adapter(bridge, model, lora, dst, target="peft", expand_shared_experts=True)
+
+
+def overlapped_shared_experts(src: str, layout: Layout) -> dict[str, float]:
+    """The shared experts' linear_fc2 as moe_shared_expert_overlap uses it: parts of a sum, added up later.
+
+    Largest differences to `x W + scale x A B` and its gradients, relative to the largest value.
+    """
+    lora = make_lora("per-expert", target_modules=["linear_fc2"])
+
+    def overlap(model: list[Any]) -> list[Any]:
+        for chunk in model:
+            for name, module in chunk.named_modules():
+                if name.endswith("shared_experts.linear_fc2"):
+                    # What SharedExpertMLP sets; the rest of it wants CUDA streams.
+                    module.explicit_expert_comm = True
+        return lora(model, training=True)
+
+    runtime.initialize(layout)
+    bridge = AutoBridge.from_hf_pretrained(src)
+    provider = bridge.to_megatron_provider(load_weights=False)
+    local_spec_provider(provider, torch.float32)
+    provider.register_pre_wrap_hook(overlap)
+    model = runtime.build_model(provider, layout)
+    kimi.load_checkpoint(bridge, model)
+    [linear, *_] = [m for n, m in model[0].named_modules() if n.endswith("shared_experts.linear_fc2")]
+    group, rank = parallel_state.get_tensor_model_parallel_group(), dist.get_rank() % layout.tp
+    adapter = linear.adapter
+    generator = torch.Generator().manual_seed(rank)
+    for weight in (adapter.linear_in.weight, adapter.linear_out.weight):
+        weight.data.normal_(generator=generator)
+
+    def whole(part: torch.Tensor, dim: int) -> torch.Tensor:
+        parts = [torch.empty_like(part) for _ in range(layout.tp)]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts, dim)
+
+    base = whole(linear.to_wrap.weight.data, 1)
+    a = whole(adapter.linear_in.weight.data, 1).requires_grad_()
+    b = whole(adapter.linear_out.weight.data, 0).requires_grad_()
+    generator.manual_seed(9)
+    x = torch.randn(8, 1, base.shape[1], generator=generator)
+    gradient = torch.randn(8, 1, base.shape[0], generator=generator)
+    output, _ = linear(x.chunk(layout.tp, -1)[rank].contiguous())
+    output.backward(gradient)
+    total = output.detach().clone()
+    dist.all_reduce(total, group=group)
+    wanted = x @ base.T + adapter.alpha / adapter.dim * (x @ a.T @ b.T)
+    wanted.backward(gradient)
+
+    def apart(got: torch.Tensor, expected: torch.Tensor) -> float:
+        return ((got - expected).abs().max() / expected.abs().max()).item()
+
+    return {
+        "output": apart(total, wanted.detach()),
+        "A": apart(whole(adapter.linear_in.weight.grad, 1), a.grad),
+        "B": apart(whole(adapter.linear_out.weight.grad, 0), b.grad),
+    }
 
 
 def make(src: str, dst: str, variant: str) -> None:

@@ -107,6 +107,12 @@ def test_gradients_under_expert_tensor_parallelism(
         torch.testing.assert_close(split[name], 2 * whole[name], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_overlapped_shared_experts(ranks: Ranks, base: Path, tp: int) -> None:
+    result = ranks.run("lora_scenarios.overlapped_shared_experts", src=str(base), layout=Layout(tp=tp))
+    assert max(result.values()) < 1e-5, result
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_layout_gives_the_same_files(
     ranks: Ranks, base: Path, adapters: Any, tmp_path: Path, layout: Layout

@@ -1,11 +1,11 @@
 """Adapters on experts under tensor parallelism, made to compute `scale * B A` and its gradients.
 
 With expert tensor parallelism each rank's linear_fc2 returns a part of a sum, which the token dispatcher adds
-up over the ranks, and the dispatcher's backward adds up what the ranks' linear_fc1 pass back. Megatron-Bridge's
-adapters (0.6.2) do not follow: on linear_fc2 they return whole results, computed from A's product with this
-rank's columns alone, and on linear_fc1 the gradients of A are lost in a gather that autograd does not see, or
-stay partial. Here A's products are gathered (linear_fc1) or summed (linear_fc2) over the ranks, with the right
-backward, and on linear_fc2 each rank adds the rows that its part of B gives.
+up over the ranks, and the dispatcher's backward adds up what the ranks' linear_fc1 pass back. The adapters of
+Megatron-Bridge (0.6.2) do not follow: on linear_fc2 they return whole results, computed from A's product with
+this rank's columns alone, and on linear_fc1 the gradients of A are lost in a gather that autograd does not
+see, or stay partial. Here A's products are gathered (linear_fc1) or summed (linear_fc2) over the ranks, with
+the right backward, and on linear_fc2 each rank adds the rows that its part of B gives.
 
 The shared experts' linear_fc2 returns a part of a sum, too, where `moe_shared_expert_overlap` is on (the
 DeepSeek-V3 provider's default), and its adapter a whole result, which was added once a rank.

@@ -59,9 +59,9 @@ def worker_env_vars(secrets: bool = True) -> EnvVars:
     TRANSFORMERS_OFFLINE. Paths are made absolute, for a worker has another working directory; HF_HOME also
     stands for a driver's XDG_CACHE_HOME. Variables that are not set stay unset.
 
-    This dict never shows secrets, but Ray itself writes every runtime_env, values and all, into
-    runtime_env_agent.log on its nodes. With `secrets=False` tokens stay out, and workers log in with the file
-    that HF_TOKEN_PATH or HF_HOME names (`hf auth login` writes it).
+    The dict's repr, str and pretty forms show no secrets (its items and JSON do), and Ray itself writes every
+    runtime_env, values and all, into runtime_env_agent.log on its nodes. With `secrets=False` tokens stay
+    out, and workers log in with the file that HF_TOKEN_PATH or HF_HOME names (`hf auth login` writes it).
     """
     from huggingface_hub import constants
 

@@ -20,19 +20,19 @@ from weakref import WeakKeyDictionary
 
 import torch
 from peft import LoraConfig
-from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kimi_bridge.adapter.patterns import by_kind, rank_patterns, target_modules
+from kimi_bridge.adapter.peft_config import CONFIG_NAME, by_pattern, read_config
 from kimi_bridge.checkpoint.files import plain_disk_errors, write_json
 from kimi_bridge.checkpoint.reader import CheckpointReader
-from kimi_bridge.checkpoint.shards import TensorInfo, load_json
+from kimi_bridge.checkpoint.shards import TensorInfo
 from kimi_bridge.checkpoint.triplets import SCALE_DTYPES
 from kimi_bridge.checkpoint.writer import CheckpointWriter, TensorSpec
 from kimi_bridge.errors import CheckpointError
 
-WEIGHTS_NAME, CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
 Target = Literal["vllm", "peft"]
 """Who will read an adapter: vLLM (one scale, 1) or PEFT (each module's own)."""
 
@@ -48,8 +48,6 @@ _KV_B_PROJ = (
     " and refuses where this library is installed: leave linear_kv_up_proj out of target_modules, or merge"
     " the adapter to serve it"
 )
-# Kinds of adapters whose delta is not scale * B A.
-_UNSUPPORTED = ("use_dora", "lora_bias", "modules_to_save", "target_parameters", "layer_replication")
 
 
 class ModuleSpec(NamedTuple):
@@ -90,7 +88,7 @@ class Adapter:
         self.path = Path(path)
         if not self.path.is_dir():
             raise CheckpointError(f"{path} is no folder: give the one that holds {CONFIG_NAME}.")
-        self.config = _read_config(self.path)
+        self.config = read_config(self.path)
         self._reader = CheckpointReader(self.path)
         self.notes = _read_notes(self.path)
         self._pairs = _pairs(self._reader)
@@ -111,8 +109,8 @@ class Adapter:
     def _spec(self, module: str) -> ModuleSpec:
         a, b = self.infos(module)
         name = self._pairs[module][0].removeprefix(_PREFIX).removesuffix(_A)
-        rank = _by_pattern(self.config.rank_pattern, name, self.config.r)
-        alpha = _by_pattern(self.config.alpha_pattern, name, self.config.lora_alpha)
+        rank = by_pattern(self.config.rank_pattern, name, self.config.r)
+        alpha = by_pattern(self.config.alpha_pattern, name, self.config.lora_alpha)
         if len(a.shape) != 2 or len(b.shape) != 2 or a.dtype != b.dtype or a.dtype not in SCALE_DTYPES:
             raise CheckpointError(
                 f"{module} has lora_A {a.dtype} {list(a.shape)} and lora_B {b.dtype} {list(b.shape)} in"
@@ -158,6 +156,8 @@ def plan_adapter(
         raise CheckpointError(f"unknown kind of reader {target!r}: choose vllm or peft.")
     if not modules:
         raise CheckpointError("the adapter has no modules: nothing was trained.")
+    for module, spec in modules.items():
+        _check_spec(module, spec)
     check_base(modules, base, "the model")
     first = next(iter(modules.values()))
     if target == "vllm":
@@ -168,7 +168,7 @@ def plan_adapter(
         rank, alpha = rank or first.rank, first.alpha if alpha is None else alpha
         alphas = {module: spec.alpha for module, spec in modules.items()}
     config = LoraConfig(
-        base_model_name_or_path=base_name or str(base.path),
+        base_model_name_or_path=str(base_name or base.path),
         task_type="CAUSAL_LM",
         inference_mode=True,
         r=rank,
@@ -193,7 +193,16 @@ def plan_adapter(
     ]
     ignored = [module for module in modules if module.endswith(".kv_b_proj")] if target == "vllm" else []
     warnings = [_KV_B_PROJ.format(count=len(ignored))] if ignored else []
-    return AdapterPlan(config, specs, {"base": fingerprint(base), **(notes or {})}, warnings)
+    return AdapterPlan(config, specs, {**(notes or {}), "base": fingerprint(base)}, warnings)
+
+
+def _check_spec(module: str, spec: ModuleSpec) -> None:
+    whole = type(spec.rank) is int and spec.rank > 0
+    if not whole or not math.isfinite(spec.alpha) or spec.dtype not in SCALE_DTYPES:
+        raise CheckpointError(
+            f"{module} has rank {spec.rank!r}, alpha {spec.alpha!r} and {spec.dtype}: a rank from 1 on, a"
+            " finite alpha and bfloat16, float16 or float32 are needed."
+        )
 
 
 def save_adapter(
@@ -211,21 +220,31 @@ def save_adapter(
         for name, tensor in tensors:
             check_finite(name, tensor, "the model")
             writer.write(name, tensor)
-    write_config(dst, plan.config)
+        finish(writer, plan)
 
 
 def adapter_writer(dst: str | Path, plan: AdapterPlan, overwrite: bool = False) -> CheckpointWriter:
-    """Writes the tensors of a plan; `write_config` comes after it has finished."""
-    return CheckpointWriter(
-        dst, plan.specs, None, overwrite, stem="adapter_model", metadata={_NOTES: json.dumps(plan.notes)}
-    )
+    """Writes the tensors of a plan; `finish` makes an adapter of them.
+
+    Raises:
+        CheckpointError: a folder in use, or one with weights that are no adapter, which are not replaced.
+    """
+    others = [path.name for path in Path(dst).glob("*.safetensors") if path.name != WEIGHTS_NAME]
+    if others:
+        raise CheckpointError(
+            f"{dst} holds {sorted(others)[0]}, which is no adapter: choose another folder for the adapter."
+        )
+    notes = json.dumps(plan.notes)
+    return CheckpointWriter(dst, plan.specs, None, overwrite, stem="adapter_model", metadata={_NOTES: notes})
 
 
-def write_config(dst: str | Path, config: LoraConfig) -> None:
-    """Writes `adapter_config.json`."""
-    target = Path(dst) / CONFIG_NAME
+def finish(writer: CheckpointWriter, plan: AdapterPlan) -> None:
+    """Puts tensors and config in place. An older config goes first: it must never stand by new tensors."""
+    target, content = writer.dst / CONFIG_NAME, config_dict(plan.config)
     with plain_disk_errors(target):
-        write_json(target, config_dict(config))
+        target.unlink(missing_ok=True)
+        writer.finish()
+        write_json(target, content)
 
 
 def config_dict(config: LoraConfig) -> dict[str, Any]:
@@ -265,12 +284,18 @@ def check_base(modules: Mapping[str, ModuleSpec], base: CheckpointReader, whose:
     """Raises CheckpointError for a module that the checkpoint lacks or has in another shape."""
     linears = linear_modules(base)
     for module, spec in modules.items():
+        plain = f"{module.removeprefix(TEXT_PREFIX)}.weight"
+        if module not in linears and (f"{module}.weight" in base.weights() or plain in base.weights()):
+            raise CheckpointError(
+                f"{whose} adapts {plain.removesuffix('.weight')} of {base.path}: only the linear layers of"
+                " the text model can be adapted."
+            )
         if module not in linears:
             raise CheckpointError(
                 f"{whose} adapts {module}, which {base.path} does not have: it belongs to another base model."
             )
         shape = linears[module]
-        if shape != spec.shape:
+        if shape != tuple(spec.shape):
             raise CheckpointError(
                 f"{whose} adapts {module} as {list(spec.shape)}, which is {list(shape)} in {base.path}: it"
                 " belongs to another base model."
@@ -325,38 +350,9 @@ def check_finite(name: str, tensor: Tensor, where: object) -> None:
         )
 
 
-def _by_pattern(patterns: dict[str, Any] | None, name: str, default: float) -> Any:
-    return patterns.get(get_pattern_key(list(patterns), name), default) if patterns else default
-
-
 def _plain(value: float) -> float:
     """8 instead of 8.0 in the JSON, as other tools write it."""
     return int(value) if float(value).is_integer() else value
-
-
-def _read_config(folder: Path) -> LoraConfig:
-    path = folder / CONFIG_NAME
-    if not path.is_file():
-        raise CheckpointError(f"{folder} has no {CONFIG_NAME}: give the folder of a PEFT adapter.")
-    content = load_json(path)
-    kind = content.get("peft_type") if isinstance(content, dict) else None
-    if kind != "LORA":
-        raise CheckpointError(f"{path} describes a {kind} adapter: only LORA is supported.")
-    for key in _UNSUPPORTED:
-        if content.get(key):
-            raise CheckpointError(f"{path} sets {key}, which is not supported: only plain LoRA is.")
-    if content.get("bias", "none") != "none":
-        raise CheckpointError(f"{path} sets bias={content['bias']!r}: only bias='none' is supported.")
-    try:
-        config = LoraConfig.from_pretrained(str(folder))
-    except Exception as error:  # whatever peft makes of a file that is not its own
-        raise CheckpointError(f"{path} is no LoRA config ({error}): export the adapter again.") from error
-    numbers: list[Any] = [config.r, config.lora_alpha]
-    for patterns in (config.rank_pattern, config.alpha_pattern):
-        numbers.extend(patterns.values() if isinstance(patterns, dict) else [patterns or 0])
-    if not all(isinstance(n, int | float) and math.isfinite(n) for n in numbers) or config.r < 1:
-        raise CheckpointError(f"{path} holds a rank or alpha that is no number: export the adapter again.")
-    return config
 
 
 def _read_notes(folder: Path) -> dict[str, Any]:
@@ -364,7 +360,7 @@ def _read_notes(folder: Path) -> dict[str, Any]:
     try:
         with safe_open(folder / WEIGHTS_NAME, framework="pt") as file:
             notes = json.loads((file.metadata() or {}).get(_NOTES, "{}"))
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{folder / WEIGHTS_NAME} cannot be read ({error}): export the adapter again."
         ) from error

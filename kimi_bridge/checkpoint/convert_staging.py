@@ -193,7 +193,7 @@ class Staging:
     def _other_conversion(self, other: dict[str, Any]) -> str:
         mine = self._identity
         keys = [key for key in sorted(mine | other) if mine.get(key) != other.get(key)]
-        was = ", ".join(f"{key} {_short(other.get(key))}, now {_short(mine.get(key))}" for key in keys)
+        was = ", ".join(_change(key, _short(other.get(key)), _short(mine.get(key))) for key in keys)
         return (
             f"{self.dst} holds an unfinished conversion with other settings ({was}): give the same settings "
             "to go on with it, choose another folder, or allow overwriting to give it up."
@@ -259,6 +259,8 @@ class Staging:
 def check_folders(dst: Path, *sources: Path | None) -> None:
     """Raises CheckpointError for a destination that is a source, lies inside one, or is a file."""
     resolved = dst.resolve()
+    if resolved == Path.cwd():
+        raise CheckpointError("The destination is the current folder: name a folder of its own.")
     for source in sources:
         if source is None:
             continue
@@ -268,6 +270,10 @@ def check_folders(dst: Path, *sources: Path | None) -> None:
             raise CheckpointError(f"{dst} lies inside the source {source}: choose a folder outside of it.")
     if dst.exists() and not dst.is_dir():
         raise CheckpointError(f"{dst} is a file: choose another name.")
+
+
+def _change(key: str, was: str, now: str) -> str:
+    return f"the content of {key} {now} has changed" if was == now else f"{key} {was}, now {now}"
 
 
 def _findings(content: dict[str, Any]) -> Findings:

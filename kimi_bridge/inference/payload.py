@@ -31,12 +31,17 @@ def pack_adapter(tensors: Named, part_bytes: int = _PART_BYTES) -> list[bytes]:
     """Safetensors files as bytes, each about `part_bytes` long: what vLLM's RPC carries as it is."""
     parts: list[bytes] = []
     bucket: dict[str, Tensor] = {}
+    seen: set[str] = set()
     size = 0
     for name, tensor in _pairs(tensors):
+        if name in seen:
+            raise KimiBridgeError(f"The adapter has {name} twice: send each tensor once.")
+        seen.add(name)
         if bucket and size + tensor.nbytes > part_bytes:
             parts.append(_save(bucket))
             bucket, size = {}, 0
-        bucket[name] = tensor.detach().cpu().contiguous()
+        # A copy, since safetensors takes no tensors that share memory.
+        bucket[name] = tensor.detach().cpu().contiguous().clone()
         size += tensor.nbytes
     return [*parts, _save(bucket)] if bucket else parts
 
@@ -81,6 +86,8 @@ def check_adapter(
     alpha_pattern and rank_pattern: every scale must be 1. Each module needs lora_A [r, in] and lora_B
     [out, r] of the rank that the config states, at most `max_rank`.
     """
+    if not isinstance(config, Mapping):
+        raise KimiBridgeError("The adapter's config is no dict: send the content of adapter_config.json.")
     missing = [key for key in ("r", "lora_alpha", "target_modules") if config.get(key) is None]
     if missing:
         raise KimiBridgeError(
@@ -124,6 +131,8 @@ def _ranks(tensors: Mapping[str, Tensor]) -> dict[str, int]:
         module, _, kind = name.removesuffix(".weight").rpartition(".")
         if kind not in ("lora_A", "lora_B") or not name.endswith(".weight"):
             raise KimiBridgeError(f"{name} is no LoRA tensor: names end in .lora_A.weight or .lora_B.weight.")
+        if not tensor.is_floating_point() or not tensor.isfinite().all():
+            raise KimiBridgeError(f"{name} is {tensor.dtype}, or holds NaN or Inf: do not serve it.")
         if tensor.ndim != 2:
             raise KimiBridgeError(f"{name} has the shape {list(tensor.shape)}: a matrix is needed.")
         shapes.setdefault(module, {})[kind] = tensor.shape

@@ -31,11 +31,11 @@ from kimi_bridge.adapter.peft_format import (
     check_fingerprint,
     check_finite,
     config_dict,
+    finish,
     fold_scale,
     load_adapter,
     plan_adapter,
     tensor_name,
-    write_config,
 )
 from kimi_bridge.checkpoint.reader import CheckpointReader
 from kimi_bridge.errors import KimiBridgeError
@@ -103,8 +103,7 @@ def export_adapter(
             stream.close()
         with raise_together():
             if writer is not None:
-                writer.finish()
-                write_config(dst, stream.plan.config)
+                finish(writer, stream.plan)
     return stream.plan
 
 

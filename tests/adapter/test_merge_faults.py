@@ -205,6 +205,18 @@ def test_wrong_folders_and_settings(kimi: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_the_current_folder_is_no_destination(
+    kimi: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty path is that folder, too."""
+    lora = adapter(tmp_path / "lora", kimi)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(CheckpointError, match="is the current folder"):
+        merge_adapter(kimi, lora, "", overwrite=True)
+    assert not list((tmp_path / "here").iterdir())
+
+
 @pytest.mark.parametrize("int4", [True, False])
 def test_a_damaged_base(kimi: Path, tmp_path: Path, int4: bool) -> None:
     base = Path(shutil.copytree(kimi, tmp_path / "base"))

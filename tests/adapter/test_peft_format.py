@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from kimi_bridge.adapter import (
     fold_scale,
     load_adapter,
     merge_adapter,
+    peft_format,
     plan_adapter,
     save_adapter,
 )
@@ -174,9 +176,12 @@ def test_a_plan_needs_modules_of_its_base(kimi: Path) -> None:
         ({}, "has no modules"),
         ({O_PROJ.replace("layers.1", "layers.9"): specs[O_PROJ]}, "does not have: it belongs to another"),
         ({O_PROJ: specs[O_PROJ]._replace(shape=(64, 128))}, r"as \[64, 128\], which is \[128, 64\]"),
-        ({LAYERS + "0.input_layernorm": specs[O_PROJ]}, "does not have"),
-        ({"language_model.model.embed_tokens": specs[O_PROJ]}, "does not have"),
-        ({"vision_tower.encoder.blocks.0.wqkv": specs[O_PROJ]}, "does not have"),
+        ({LAYERS + "0.input_layernorm": specs[O_PROJ]}, "only the linear layers of the text model"),
+        ({"language_model.model.embed_tokens": specs[O_PROJ]}, "only the linear layers"),
+        ({"vision_tower.encoder.blocks.0.wqkv": specs[O_PROJ]}, r"adapts vision_tower\.\S+ of .*only the"),
+        ({O_PROJ: specs[O_PROJ]._replace(rank=0)}, "a rank from 1 on"),
+        ({O_PROJ: specs[O_PROJ]._replace(alpha=float("nan"))}, "a finite alpha"),
+        ({O_PROJ: specs[O_PROJ]._replace(dtype=torch.int8)}, "bfloat16, float16 or float32"),
     ):
         with pytest.raises(CheckpointError, match=message):
             plan_adapter(modules, base)
@@ -207,3 +212,37 @@ def test_saving_is_all_or_nothing(kimi: Path, tmp_path: Path) -> None:
         save_adapter(tmp_path / "lora", plan, [(name_a, a), (name_b, b)])
     save_adapter(tmp_path / "lora", plan, [(name_a, a), (name_b, b)], overwrite=True)
     assert contents(tmp_path / "lora") == before
+
+
+def test_overwriting_never_mixes_two_adapters(
+    kimi: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specs = specs_of(kimi, [O_PROJ])
+    a, b = random_pairs(specs)[O_PROJ]
+    tensors = [(tensor_name(O_PROJ, "A"), a), (tensor_name(O_PROJ, "B"), b)]
+    save_adapter(tmp_path / "lora", plan_adapter(specs, CheckpointReader(kimi), "peft"), tensors)
+    other = {O_PROJ: specs[O_PROJ]._replace(alpha=64)}
+
+    def dies(*_args: object) -> None:
+        raise KeyboardInterrupt
+
+    # Between the tensors and the config, as a kill could.
+    monkeypatch.setattr(peft_format, "write_json", dies)
+    with pytest.raises(KeyboardInterrupt):
+        save_adapter(
+            tmp_path / "lora", plan_adapter(other, CheckpointReader(kimi), "peft"), tensors, overwrite=True
+        )
+    with pytest.raises(CheckpointError, match=r"has no adapter_config\.json"):
+        load_adapter(tmp_path / "lora")
+
+
+def test_a_model_is_not_overwritten_by_an_adapter(kimi: Path, tmp_path: Path) -> None:
+    shutil.copytree(kimi, tmp_path / "model")
+    before = contents(tmp_path / "model")
+    specs = specs_of(kimi, [O_PROJ])
+    a, b = random_pairs(specs)[O_PROJ]
+    tensors = [(tensor_name(O_PROJ, "A"), a), (tensor_name(O_PROJ, "B"), b)]
+    plan = plan_adapter(specs, CheckpointReader(kimi))
+    with pytest.raises(CheckpointError, match="which is no adapter"):
+        save_adapter(tmp_path / "model", plan, tensors, overwrite=True)
+    assert contents(tmp_path / "model") == before

@@ -231,6 +231,8 @@ def test_tensors_that_are_refused(policy: Any, checkpoint: Path) -> None:
     refused(policy, config, {**tensors, "x.bias": torch.zeros(1)}, "x.bias is no LoRA tensor")
     refused(policy, config, {**tensors, first: torch.zeros(4)}, "a matrix is needed")
     refused(policy, config, {**tensors, first: torch.zeros(2, 128)}, r"lora_A \[2, 128\]")
+    refused(policy, config, {**tensors, first: tensors[first] / 0}, "holds NaN or Inf")
+    refused(policy, config, {**tensors, first: tensors[first].to(torch.int8)}, "is torch.int8")
     refused(policy, *random_adapter(checkpoint, EXPERTS, rank=16), "vLLM was started for 8")
     missing = {name: tensor for name, tensor in tensors.items() if not name.startswith(module)}
     refused(policy, config, missing, "refuses the adapter 'policy'")
@@ -278,6 +280,8 @@ def test_ids_and_parts(policy: Any, checkpoint: Path) -> None:
         policy.add_adapter_from_tensors("other", 1, config, tensors)
     with pytest.raises(KimiBridgeError, match="twice"):
         policy.add_adapter_from_tensors("other", 2, config, pack_adapter(tensors) * 2)
+    with pytest.raises(KimiBridgeError, match="twice"):
+        pack_adapter([*tensors.items(), *tensors.items()])
     with pytest.raises(KimiBridgeError, match="damaged"):
         policy.add_adapter_from_tensors("other", 2, config, [b"no safetensors"])
     worker = WorkerExtension()

@@ -29,7 +29,8 @@ def say(text: str) -> None:
 
 
 def complain(text: str) -> None:
-    """One line on stderr, in red."""
+    """One line on stderr, in red. What cannot be printed, names in a damaged file say, is escaped."""
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     err.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
 
 

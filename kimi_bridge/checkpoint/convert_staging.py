@@ -182,6 +182,8 @@ class Staging:
         path = self.path / MANIFEST
         try:
             manifest = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(manifest, dict) or not isinstance(manifest.get("identity", {}), dict):
+                raise ValueError("it is no manifest")
             return manifest if {"identity", "publishing", "shards"} <= manifest.keys() else None
         except (FileNotFoundError, NotADirectoryError):
             return None

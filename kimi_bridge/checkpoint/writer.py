@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -305,6 +306,8 @@ def plan_shards(
     if max_shard_size is None:
         return {f"{stem}.safetensors": [spec.name for spec in specs]}
     try:
+        if not re.fullmatch(r"0*[1-9][\d.]*\s*[A-Za-z]*", str(max_shard_size)):
+            raise ValueError("no positive size")
         split = split_state_dict_into_shards_factory(
             {spec.name: spec for spec in specs},
             get_storage_size=lambda spec: spec.nbytes,

@@ -207,6 +207,9 @@ def test_a_tensor_written_twice(tmp_path: Path) -> None:
         ([TensorSpec("a", torch.float32, (1,))] * 2, "5GB", "a stands twice"),
         ([TensorSpec("a", torch.complex64, (1,))], "5GB", "a has dtype torch.complex64"),
         ([TensorSpec("a", torch.float32, (1,))], "5 gigs", "max_shard_size is '5 gigs'"),
+        ([TensorSpec("a", torch.float32, (1,))], "-5GB", "max_shard_size is '-5GB'"),
+        ([TensorSpec("a", torch.float32, (1,))], "nan", "max_shard_size is 'nan'"),
+        ([TensorSpec("a", torch.float32, (1,))], -1, "max_shard_size is -1"),
         (
             [TensorSpec("a", torch.float32, (10**9, 10**9))],
             "5GB",

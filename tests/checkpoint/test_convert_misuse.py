@@ -142,9 +142,10 @@ def test_a_bug_in_a_worker_keeps_its_traceback(tiny: Path, tmp_path: Path) -> No
     keeper.close()
 
 
-def test_a_damaged_manifest(tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["{", "[]", '{"identity": 1, "publishing": false, "shards": {}}'])
+def test_a_damaged_manifest(text: str, tiny: Path, tmp_path: Path) -> None:
     staging(tmp_path / "out").mkdir(parents=True)
-    (staging(tmp_path / "out") / "manifest.json").write_text("{")
+    (staging(tmp_path / "out") / "manifest.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"manifest.json cannot be read .*: remove"):
         dequantize_checkpoint(tiny, tmp_path / "out")
 

@@ -1,4 +1,4 @@
-"""Declares vLLM's KimiK25ForConditionalGeneration LoRA-capable, as the decoder inside it is.
+"""Declares vLLM's Kimi K2.5 and Kimi-VL models LoRA-capable, as the decoder inside them is.
 
 vLLM's gate is an isinstance check of the runtime-checkable Protocol SupportsLoRA, which wants every
 member to exist. The members are read from that Protocol when the patch is applied, their values from
@@ -19,16 +19,33 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 SWITCH = "KIMI_BRIDGE_VLLM_LORA"
 
-_MODULE = "vllm.model_executor.models.kimi_k25"
-_CLASS = "KimiK25ForConditionalGeneration"
+
+class _Target(NamedTuple):
+    """A class of vLLM, and what it calls the layers between vision tower and decoder."""
+
+    module: str
+    name: str
+    connector: str
+
+
+_TARGETS = (
+    _Target(
+        "vllm.model_executor.models.kimi_k25", "KimiK25ForConditionalGeneration", connector="mm_projector"
+    ),
+    _Target(
+        "vllm.model_executor.models.kimi_vl",
+        "KimiVLForConditionalGeneration",
+        connector="multi_modal_projector",
+    ),
+)
 _MARK = "kimi_bridge_lora_members"
 
 # Below vLLM's own logger, whose handlers print it: this library's loggers have none in a vLLM process.
@@ -36,24 +53,30 @@ _logger = logging.getLogger("vllm.kimi_bridge")
 
 
 def apply() -> str:
-    """Declares the class LoRA-capable, now or when vLLM imports it. Returns what it did, in one sentence.
+    """Declares the classes LoRA-capable, now or when vLLM imports them. Returns what it did, a sentence each.
 
-    Does nothing where the class supports LoRA already, where vLLM is not installed or has no such class,
+    Does nothing where a class supports LoRA already, where vLLM is not installed or has no such class,
     and with KIMI_BRIDGE_VLLM_LORA=0. vLLM imports models late, and some of them touch the GPU when
-    imported, so this never imports the model itself.
+    imported, so this never imports a model itself.
     """
     if os.environ.get(SWITCH, "1").strip().lower() in ("0", "false", "off", "no"):
         return f"{SWITCH} is off: vLLM is left as it is."
     if importlib.util.find_spec("vllm") is None:
         return "vLLM is not installed."
-    if (module := sys.modules.get(_MODULE)) is not None and hasattr(module, _CLASS):
-        return _declare(getattr(module, _CLASS))
-    if not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _WhenImported())
-    return f"{_CLASS} will accept LoRA once vLLM imports it."
+    return " ".join(_apply_to(target) for target in _TARGETS)
 
 
-def _declare(model: type) -> str:
+def _apply_to(target: _Target) -> str:
+    module = sys.modules.get(target.module)
+    if module is not None and hasattr(module, target.name):
+        return _declare(getattr(module, target.name), target)
+    waiting = (finder.target for finder in sys.meta_path if isinstance(finder, _WhenImported))
+    if target not in waiting:
+        sys.meta_path.insert(0, _WhenImported(target))
+    return f"{target.name} will accept LoRA once vLLM imports it."
+
+
+def _declare(model: type, target: _Target) -> str:
     """Gives `model` every member of SupportsLoRA that it lacks, and get_mm_mapping."""
     from typing_extensions import get_protocol_members
     from vllm.model_executor.models.deepseek_v2 import DeepseekV2ForCausalLM
@@ -61,21 +84,21 @@ def _declare(model: type) -> str:
 
     declared: set[str] = model.__dict__.get(_MARK, set())
     if not declared and supports_lora(model):
-        return _say(f"{_CLASS} accepts LoRA without this library: nothing done.")
+        return _say(f"{target.name} accepts LoRA without this library: nothing done.")
     members = set(get_protocol_members(SupportsLoRA)) - declared
     for name in members:
         setattr(model, name, _member(DeepseekV2ForCausalLM, name))
     model.lora_manager = property(_get_manager, _set_manager)  # type: ignore[attr-defined]
     if not hasattr(model, "get_mm_mapping"):
-        model.get_mm_mapping = _get_mm_mapping  # type: ignore[attr-defined]
+        model.get_mm_mapping = _mm_mapping(target.connector)  # type: ignore[attr-defined]
     setattr(model, _MARK, declared | members)
     if not supports_lora(model):
         _logger.warning(
-            "%s still does not pass vLLM's check for LoRA: report it with vLLM's version.", _CLASS
+            "%s still does not pass vLLM's check for LoRA: report it with vLLM's version.", target.name
         )
     if not members:
-        return f"{_CLASS} accepts LoRA since an earlier call."
-    return _say(f"{_CLASS} accepts LoRA now (declared: {', '.join(sorted(members))}).")
+        return f"{target.name} accepts LoRA since an earlier call."
+    return _say(f"{target.name} accepts LoRA now (declared: {', '.join(sorted(members))}).")
 
 
 def _say(sentence: str) -> str:
@@ -114,22 +137,29 @@ def _set_manager(self: Any, manager: Any) -> None:
         )
 
 
-def _get_mm_mapping(self: Any) -> Any:
-    """Tells vLLM which parts are which: it puts LoRA on the language model alone."""
-    from vllm.model_executor.models.module_mapping import MultiModelKeys
+def _mm_mapping(connector: str) -> Callable[[Any], Any]:
+    """A method that tells vLLM which parts are which: it puts LoRA on the language model alone."""
 
-    return MultiModelKeys.from_string_field(
-        language_model="language_model", connector="mm_projector", tower_model="vision_tower"
-    )
+    def get_mm_mapping(_self: Any) -> Any:
+        from vllm.model_executor.models.module_mapping import MultiModelKeys
+
+        return MultiModelKeys.from_string_field(
+            language_model="language_model", connector=connector, tower_model="vision_tower"
+        )
+
+    return get_mm_mapping
 
 
 class _WhenImported(MetaPathFinder):
-    """Finds the model's module like everyone else, and declares the class right after it was executed."""
+    """Finds a model's module like everyone else, and declares the class right after it was executed."""
+
+    def __init__(self, target: _Target) -> None:
+        self.target = target
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != _MODULE:
+        if fullname != self.target.module:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
@@ -141,9 +171,10 @@ class _WhenImported(MetaPathFinder):
             execute(module)
             # A fault here must not take a working vLLM down: it then says itself what it does not support.
             try:
-                _declare(getattr(module, _CLASS))
+                _declare(getattr(module, self.target.name), self.target)
             except Exception:
-                _logger.exception("%s could not be declared LoRA-capable (%s=0 skips this)", _CLASS, SWITCH)
+                message = "%s could not be declared LoRA-capable (%s=0 skips this)"
+                _logger.exception(message, self.target.name, SWITCH)
 
         spec.loader.exec_module = execute_and_declare  # type: ignore[method-assign]
         return spec

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from kimi_bridge.adapter.patterns import by_kind, rank_patterns, target_modules
 from kimi_bridge.adapter.peft_config import CONFIG_NAME, by_pattern, read_config
+from kimi_bridge.checkpoint.families import TEXT_PREFIX
 from kimi_bridge.checkpoint.files import plain_disk_errors, write_json
 from kimi_bridge.checkpoint.reader import CheckpointReader
 from kimi_bridge.checkpoint.shards import TensorInfo
@@ -39,7 +40,6 @@ Target = Literal["vllm", "peft"]
 Part = Literal["A", "B"]
 _PARTS: tuple[Part, Part] = ("A", "B")
 
-TEXT_PREFIX = "language_model."
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _NOTES = "kimi_bridge"

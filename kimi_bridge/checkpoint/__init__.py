@@ -1,12 +1,13 @@
-"""Kimi K2.5 checkpoint folders on disk: read, written, synthesized, compared, inspected."""
+"""Kimi K2.5 and Kimi-VL checkpoint folders on disk: read, written, synthesized, compared, inspected."""
 
-from kimi_bridge.checkpoint.config import KimiK25Config, read_quantization
+from kimi_bridge.checkpoint.config import KimiK25Config, KimiVLConfig, read_quantization
 from kimi_bridge.checkpoint.convert import (
     Summary,
     dequantize_checkpoint,
     quantize_checkpoint,
     truncate_checkpoint,
 )
+from kimi_bridge.checkpoint.families import FAMILIES
 from kimi_bridge.checkpoint.files import copy_artifacts
 from kimi_bridge.checkpoint.inspect import Inspection, inspect_checkpoint
 from kimi_bridge.checkpoint.kinds import KINDS, tensor_kind
@@ -16,11 +17,13 @@ from kimi_bridge.checkpoint.verify import Report, verify_checkpoints
 from kimi_bridge.checkpoint.writer import CheckpointWriter, TensorSpec
 
 __all__ = [
+    "FAMILIES",
     "KINDS",
     "CheckpointReader",
     "CheckpointWriter",
     "Inspection",
     "KimiK25Config",
+    "KimiVLConfig",
     "Report",
     "Summary",
     "TensorSpec",

@@ -1,6 +1,6 @@
-"""The config of a Kimi K2.5 checkpoint, read without remote code.
+"""The configs of Kimi K2.5 and Kimi-VL checkpoints, read without remote code.
 
-Importing this module registers `KimiK25Config` with transformers' AutoConfig.
+Importing this module registers their classes with transformers' AutoConfig.
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ from typing import Any, ClassVar
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, DeepseekV3Config, PretrainedConfig
 
+from kimi_bridge.checkpoint.families import FAMILIES
 from kimi_bridge.checkpoint.quantization import Int4Quantization, read_quantization
 from kimi_bridge.errors import CheckpointError
 
-__all__ = ["ARCHITECTURE", "Int4Quantization", "KimiK25Config", "read_quantization"]
-
-ARCHITECTURE = "KimiK25ForConditionalGeneration"
+__all__ = ["Int4Quantization", "KimiConfig", "KimiK25Config", "KimiVLConfig", "read_quantization"]
 
 # What from_pretrained adds to the content of the file; none of it belongs into the next file.
 _NOT_IN_THE_FILE = ("name_or_path", "attn_implementation", "experts_implementation")
 
 
-class KimiK25Config(PretrainedConfig):
-    """The unified config: `text_config` is a DeepseekV3Config, `vision_config` stays the dict it is.
+class KimiConfig(PretrainedConfig):
+    """The unified config of a family: `text_config` is a DeepseekV3Config, `vision_config` stays the dict it is.
 
     The file's own keys are kept: what is written back is the file as it was read, with the changes
     made to this object since (so `model_type: kimi_k2`, `auto_map`, keys unknown to transformers and the
@@ -34,7 +33,6 @@ class KimiK25Config(PretrainedConfig):
     Raises CheckpointError for another architecture, and for a missing or unusable text_config.
     """
 
-    model_type = "kimi_k25"
     sub_configs: ClassVar[dict[str, type[PretrainedConfig]]] = {"text_config": DeepseekV3Config}
     has_no_defaults_at_init = True
 
@@ -45,7 +43,7 @@ class KimiK25Config(PretrainedConfig):
         tie_word_embeddings: bool = False,
         **kwargs: Any,
     ) -> None:
-        _check_architecture(kwargs.get("architectures"))
+        _check_architecture(kwargs.get("architectures"), FAMILIES[self.model_type].architecture)
         text, vision = _text_values(text_config), _as_dict(vision_config)
         source = {k: v for k, v in kwargs.items() if k not in _NOT_IN_THE_FILE and not k.startswith("_")}
         source |= {"tie_word_embeddings": tie_word_embeddings, "text_config": text}
@@ -81,15 +79,35 @@ class KimiK25Config(PretrainedConfig):
         return {k: v for k, v in flat.items() if not k.startswith("_")}
 
 
+class KimiK25Config(KimiConfig):
+    """`KimiConfig` of Kimi-K2.5, K2.6 and K2.7-Code."""
+
+    model_type = "kimi_k25"
+    # Said in each class: transformers 5 makes an __init__ for one whose body has none.
+    __init__ = KimiConfig.__init__
+
+
+class KimiVLConfig(KimiConfig):
+    """`KimiConfig` of Kimi-VL-A3B."""
+
+    model_type = "kimi_vl"
+    __init__ = KimiConfig.__init__
+
+
+CONFIG_CLASSES: dict[str, type[KimiConfig]] = {
+    config.model_type: config for config in (KimiK25Config, KimiVLConfig)
+}
+
+
 def _as_dict(config: Any) -> Any:
     return config.to_dict() if isinstance(config, PretrainedConfig) else config
 
 
-def _check_architecture(architectures: Any) -> None:
-    if architectures and ARCHITECTURE not in architectures:
+def _check_architecture(architectures: Any, expected: str) -> None:
+    if architectures and expected not in architectures:
         raise CheckpointError(
-            f"config.json names the architecture {', '.join(map(str, architectures))}: this library reads "
-            f"{ARCHITECTURE} checkpoints only."
+            f"config.json names the architecture {', '.join(map(str, architectures))}: its model_type "
+            f"belongs to {expected}; use the config.json that was published with the weights."
         )
 
 
@@ -97,7 +115,7 @@ def _text_values(text_config: Any) -> dict[str, Any]:
     text = _as_dict(text_config)
     if not isinstance(text, dict) or not text:
         raise CheckpointError(
-            "config.json has no text_config: a Kimi K2.5 checkpoint keeps the language model's settings "
+            "config.json has no text_config: Kimi K2.5 and Kimi-VL keep the language model's settings "
             "there; use the config.json that was published with the weights."
         )
     return text
@@ -141,4 +159,5 @@ def _with_both_rope_forms(
     return text
 
 
-AutoConfig.register(KimiK25Config.model_type, KimiK25Config, exist_ok=True)
+for _model_type, _config in CONFIG_CLASSES.items():
+    AutoConfig.register(_model_type, _config, exist_ok=True)

@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 from kimi_bridge.checkpoint.quantization import without_quantization
-from kimi_bridge.checkpoint.synthetic_config import published_quantization_config
+from kimi_bridge.checkpoint.synthetic_values import published_quantization_config
 from kimi_bridge.errors import CheckpointError
 
 

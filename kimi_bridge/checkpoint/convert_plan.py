@@ -145,7 +145,7 @@ def plan_truncate(
         if _is_kept(name, layers, kept)
     ]
     if not units:
-        raise CheckpointError(f"Nothing of {src} is left with {layers} layers: is it a Kimi K2.5 checkpoint?")
+        raise CheckpointError(f"Nothing of {src} is left with {layers} layers: is it a Kimi checkpoint?")
     scheme = with_group_size(scheme, reader.quantization)
     return new_plan("truncate", reader, config, scheme, units, max_shard_size, layers=layers, experts=experts)
 

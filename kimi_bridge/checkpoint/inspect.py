@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kimi_bridge.checkpoint.kinds import KINDS, tensor_kind
-from kimi_bridge.checkpoint.quantization import TEXT_PREFIX
+from kimi_bridge.checkpoint.families import FAMILIES, TEXT_PREFIX
 from kimi_bridge.checkpoint.reader import CheckpointReader
 from kimi_bridge.checkpoint.synthetic_config import checkpoint_specs
 from kimi_bridge.checkpoint.triplets import part_names
@@ -138,6 +138,7 @@ def _model(reader: CheckpointReader) -> dict[str, Any]:
         return {key: raw[key] for key in ("architectures", "model_type") if key in raw}
     text = config.text_config
     stated = config.to_dict()["text_config"].get("model_type")
+    vision_layers = f"{FAMILIES[config.model_type].vision_key}num_hidden_layers"
     dense = min(text.first_k_dense_replace or 0, text.num_hidden_layers)
     return {
         "architecture": (config.architectures or [None])[0],
@@ -155,7 +156,7 @@ def _model(reader: CheckpointReader) -> dict[str, Any]:
         "q_lora_rank": text.q_lora_rank,
         "kv_lora_rank": text.kv_lora_rank,
         "vocab_size": text.vocab_size,
-        "vision_layers": (config.vision_config or {}).get("vt_num_hidden_layers"),
+        "vision_layers": (config.vision_config or {}).get(vision_layers),
     }
 
 

@@ -7,7 +7,7 @@ import re
 # The first that matches a name says its kind. Names are matched without `language_model.`.
 _KINDS = (
     ("vision tower", r"vision_tower\."),
-    ("projector", r"mm_projector\."),
+    ("projector", r"(?:mm|multi_modal)_projector\."),
     ("embeddings", r"model\.embed_tokens\."),
     ("lm_head", r"lm_head\."),
     ("norms", r"model\.norm\.|model\.layers\.\d+\.(self_attn\.)?\w+_layernorm\."),

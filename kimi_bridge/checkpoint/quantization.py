@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from kimi_bridge.checkpoint.families import TEXT_PREFIX, VISION_PREFIXES
 from kimi_bridge.errors import CheckpointError
-
-TEXT_PREFIX = "language_model."
-VISION_PREFIXES = ("vision_tower.", "mm_projector.")
 
 SUPPORTED = (
     "supported are compressed-tensors checkpoints in format pack-quantized with symmetric 4-bit int "

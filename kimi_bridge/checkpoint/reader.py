@@ -14,7 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kimi_bridge.checkpoint.config import KimiK25Config
+from kimi_bridge.checkpoint.config import CONFIG_CLASSES, KimiConfig
+from kimi_bridge.checkpoint.families import family_of
 from kimi_bridge.checkpoint.quantization import Int4Quantization, read_quantization
 from kimi_bridge.checkpoint.shards import TensorInfo, load_json, read_tensor_table
 from kimi_bridge.checkpoint.triplets import CODES_PER_WORD, check_shape_values, group_weights, part_names
@@ -57,15 +58,11 @@ class CheckpointReader:
         return content
 
     @cached_property
-    def config(self) -> KimiK25Config:
+    def config(self) -> KimiConfig:
         """config.json as AutoConfig loads it, without remote code."""
-        model_type = self.config_dict.get("model_type")
-        if model_type != KimiK25Config.model_type:
-            raise CheckpointError(
-                f"{self.path / 'config.json'} has model_type {model_type!r}: this library reads "
-                f"{KimiK25Config.model_type!r} checkpoints only."
-            )
-        return KimiK25Config.from_dict(copy.deepcopy(self.config_dict), name_or_path=str(self.path))
+        family = family_of(self.config_dict.get("model_type"), str(self.path / "config.json"))
+        config_class = CONFIG_CLASSES[family.model_type]
+        return config_class.from_dict(copy.deepcopy(self.config_dict), name_or_path=str(self.path))
 
     @cached_property
     def quantization(self) -> Int4Quantization | None:

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kimi_bridge.checkpoint.families import FAMILIES
 from kimi_bridge.checkpoint.files import write_json
-from kimi_bridge.checkpoint.quantization import Int4Quantization, read_quantization
+from kimi_bridge.checkpoint.quantization import Int4Quantization, read_quantization, without_quantization
 from kimi_bridge.checkpoint.synthetic_config import checkpoint_specs, synthetic_config, weight_specs
 from kimi_bridge.checkpoint.synthetic_tokenizer import save_tokenizer
 from kimi_bridge.checkpoint.triplets import part_names
@@ -34,25 +35,33 @@ def synthesize_checkpoint(
     size: str = "tiny",
     seed: int = 0,
     convention: str = "kimi",
-    int4: bool = True,
+    int4: bool | None = None,
     overrides: dict[str, Any] | None = None,
     overwrite: bool = False,
+    family: str = "kimi_k25",
 ) -> Path:
     """Writes a checkpoint that loads, trains and serves: weights, config, tokenizer. Returns `dst`.
 
-    The same arguments give the same bytes. `convention` is how the experts were quantized: "kimi"
-    (amax/7), "rtn" (amax/7.5, codes of -8), or "mixed" (groups that no convention would produce).
-    `int4=False` writes what the same INT4 checkpoint dequantizes to, without a quantization_config.
+    The same arguments give the same bytes. `family` is "kimi_k25" or "kimi_vl", a model_type. Of Kimi K2.5,
+    whose experts are INT4, `convention` is how they were quantized: "kimi" (amax/7), "rtn" (amax/7.5, codes
+    of -8), or "mixed" (groups that no convention would produce), and `int4=False` writes what the same INT4
+    checkpoint dequantizes to, without a quantization_config. Kimi-VL is bfloat16 throughout.
     `overrides` replace values of text_config. At least one triplet lies in two shards.
     Raises CheckpointError for unknown names, a config that does not work out, and an unusable `dst`.
     """
     if convention not in CONVENTIONS:
         raise CheckpointError(f"Unknown convention {convention!r}: choose from {', '.join(CONVENTIONS)}.")
-    config = synthetic_config(size, overrides)
+    config = synthetic_config(size, overrides, family)
     quantization = read_quantization(config)
+    if quantization is None and (int4 or convention != CONVENTIONS[0]):
+        raise CheckpointError(
+            f"{FAMILIES[family].title} is published in bfloat16: leave int4 and convention out, and quantize the"
+            " result where you want INT4."
+        )
+    int4 = quantization is not None if int4 is None else int4
     weights = list(weight_specs(config))
     if not int4:
-        del config["text_config"]["quantization_config"]
+        config = without_quantization(config)
     specs = checkpoint_specs(config)
     dst = Path(dst)
 
@@ -158,7 +167,8 @@ def _mixed_groups(spec: TensorSpec, generator: torch.Generator, group_size: int)
 
 
 def _write_other_files(dst: Path, config: dict[str, Any]) -> None:
-    save_tokenizer(dst, config["text_config"]["vocab_size"])
-    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
-    write_json(dst / "generation_config.json", {key: config[key] for key in ids} | {"max_length": 4096})
+    text = config["text_config"]
+    save_tokenizer(dst, text["vocab_size"])
+    ids = {key: text[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    write_json(dst / "generation_config.json", ids | {"max_length": 4096})
     write_json(dst / "config.json", config)

@@ -142,7 +142,7 @@ def _targets(registry: Any, chunks: list[Any], stage: int, name: str, wrapper: A
         )
     names = {"": mapping.hf_param} if isinstance(mapping.hf_param, str) else mapping.hf_param
     if len(names) > 1 and list(names) != ["gate", "up"]:
-        raise KimiBridgeError(f"{name} fuses {', '.join(names)}, which no Kimi K2.5 model does.")
+        raise KimiBridgeError(f"{name} fuses {', '.join(names)}, which no Kimi model does.")
     first = {role: weight.removesuffix(".weight") for role, weight in names.items()}
     if count is None:
         return [first]
@@ -159,7 +159,7 @@ def _pair(name: str, wrapper: Any, key: str | None, adapter: Any, targets: list[
     if not isinstance(adapter, kinds) or not set(roles) <= set(targets[0]):
         raise KimiBridgeError(
             f"{name} has a {type(adapter).__name__} ({key or 'one adapter'}): only the adapters that LoRA and"
-            " CanonicalLoRA put on Kimi K2.5's linears can be exported and loaded."
+            " CanonicalLoRA put on the model's linears can be exported and loaded."
         )
     if isinstance(adapter, SharedOuterGroupedExpertAdapter) and _etp_size() > 1:
         raise KimiBridgeError(

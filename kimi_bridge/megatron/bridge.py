@@ -1,8 +1,8 @@
-"""`KimiK25TextBridge`: the text model of a Kimi K2.5-family checkpoint as a Megatron-Core GPTModel.
+"""`KimiK25TextBridge`: the text model of a Kimi K2.5 or Kimi-VL checkpoint as a Megatron-Core GPTModel.
 
 It is Megatron-Bridge's DeepSeek-V3 bridge with three differences: the config is `text_config`, the
-checkpoint's names begin with `language_model.`, and the routed experts are INT4. Importing
-`kimi_bridge.megatron` registers it for `KimiK25ForConditionalGeneration`.
+checkpoint's names begin with `language_model.`, and the routed experts may be INT4. Importing
+`kimi_bridge.megatron` registers it for the architecture of every row of `kimi_bridge.checkpoint.FAMILIES`.
 """
 
 from __future__ import annotations
@@ -27,18 +27,16 @@ from megatron.bridge.utils.instantiate_utils import register_allowed_target_pref
 from megatron.core.models.gpt.gpt_model import GPTModel
 from transformers.configuration_utils import PretrainedConfig
 
+from kimi_bridge.checkpoint.families import FAMILIES, TEXT_PREFIX, VISION_PREFIXES
 from kimi_bridge.errors import CheckpointError, KimiBridgeError
 from kimi_bridge.megatron import transfer
 from kimi_bridge.megatron.collective import on_every_rank
 from kimi_bridge.megatron.expert_lora import correct_expert_adapters
 from kimi_bridge.megatron.pretrained import KimiStateSource, install_source, use_pretrained_class
-from kimi_bridge.megatron.spec import direct_query_block_spec
+from kimi_bridge.megatron.spec import correct_direct_queries
 
-ARCHITECTURE = "KimiK25ForConditionalGeneration"
-TEXT_PREFIX = "language_model."
-_VISION = ("vision_tower", "mm_projector")
 _TEXT_ONLY = (
-    "Kimi K2.5-family checkpoints train text-only: the vision tower stays frozen in the inference engine."
+    "Kimi K2.5 and Kimi-VL checkpoints train text-only: the vision tower stays frozen in the inference engine."
     " Set language_model_only=True where you build the model (SkyRL: trainer.policy.language_model_only=true"
     " generator.inference_engine.language_model_only=true)."
 )
@@ -58,8 +56,6 @@ class KimiK25TextBridge(DeepSeekV3Bridge):
         provider = super().provider_bridge(SimpleNamespace(config=config.text_config))
         # The unified checkpoint states tying on the top level; text_config only repeats a default.
         provider.share_embeddings_and_output_weights = bool(config.tie_word_embeddings)
-        if provider.q_lora_rank is None:
-            provider.transformer_layer_spec = direct_query_block_spec
         return provider
 
     def mapping_registry(self) -> MegatronMappingRegistry:
@@ -150,6 +146,13 @@ class KimiK25TextBridge(DeepSeekV3Bridge):
                     )
 
 
+class KimiVLTextBridge(KimiK25TextBridge):
+    """Kimi-VL's text model <-> GPTModel: the same, under the name of another row."""
+
+
+_BRIDGES = {"kimi_k25": KimiK25TextBridge, "kimi_vl": KimiVLTextBridge}
+
+
 class _TextMappings(MegatronMappingRegistry):
     """A registry that answers a request for vision parameters with the reason there are none."""
 
@@ -174,15 +177,20 @@ def reroot(mapping: Any, prefix: str) -> Any:
 
 
 def register() -> None:
-    """Puts `KimiK25TextBridge` in front of whatever holds the architecture's name. Idempotent.
+    """Puts the bridges in front of whatever holds their architectures' names. Idempotent.
 
     Importing this module has imported megatron.bridge, so upstream's VL bridge has registered already:
     the registry keeps the last one.
     """
-    MegatronModelBridge.register_bridge(
-        source=ARCHITECTURE, target=GPTModel, provider=MLAModelProvider, model_type="kimi_k25"
-    )(KimiK25TextBridge)
+    for family in FAMILIES.values():
+        MegatronModelBridge.register_bridge(
+            source=family.architecture,
+            target=GPTModel,
+            provider=MLAModelProvider,
+            model_type=family.model_type,
+        )(_BRIDGES[family.model_type])
     use_pretrained_class()
+    correct_direct_queries()
     correct_expert_adapters()
     # A Megatron checkpoint names the layer spec's function, and loading one checks whose it is.
     register_allowed_target_prefix("kimi_bridge.")
@@ -192,18 +200,19 @@ def assert_registered() -> None:
     """For workers to call before they build a model.
 
     Raises:
-        KimiBridgeError: another bridge has taken the architecture's name since the import.
+        KimiBridgeError: another bridge has taken an architecture's name since the import.
     """
-    bridge = get_model_bridge(ARCHITECTURE)
-    if type(bridge) is not KimiK25TextBridge:
-        raise KimiBridgeError(
-            f"{ARCHITECTURE} is handled by {type(bridge).__module__}.{type(bridge).__qualname__}, registered"
-            " after kimi_bridge.megatron: call kimi_bridge.megatron.register() once more."
-        )
+    for family in FAMILIES.values():
+        bridge = get_model_bridge(family.architecture)
+        if type(bridge) is not _BRIDGES[family.model_type]:
+            raise KimiBridgeError(
+                f"{family.architecture} is handled by {type(bridge).__module__}.{type(bridge).__qualname__},"
+                " registered after kimi_bridge.megatron: call kimi_bridge.megatron.register() once more."
+            )
 
 
 def ensure_text_only(hf_config: Any, language_model_only: bool = False) -> None:
-    """Refuses a full-VLM training request for a Kimi K2.5-family config.
+    """Refuses a full-VLM training request for a Kimi K2.5 or Kimi-VL config.
 
     Args:
         hf_config: the checkpoint's config.
@@ -217,7 +226,7 @@ def ensure_text_only(hf_config: Any, language_model_only: bool = False) -> None:
 
 
 def _refuse_vision(name: str) -> None:
-    if name.removeprefix("module.").startswith(_VISION):
+    if name.removeprefix("module.").startswith(VISION_PREFIXES):
         raise KimiBridgeError(f"{name} is a vision parameter. {_TEXT_ONLY}")
 
 
@@ -242,8 +251,8 @@ def _check_coverage(bridge: KimiK25TextBridge, models: list[Any], source: KimiSt
             expected.update((each, name) for each in _all_experts(weight, num_experts))
     if unmapped:
         fault = (
-            f"{_some(unmapped)}: no mapping to a checkpoint weight. The model has parameters that Kimi K2.5"
-            " does not (a bias, another layer type?): build it from to_megatron_provider() unchanged."
+            f"{_some(unmapped)}: no mapping to a checkpoint weight. The model has parameters that the"
+            " checkpoint does not (a bias, another layer type?): build it from to_megatron_provider() unchanged."
         )
         raise on_every_rank(CheckpointError(fault))
     if source is not None:
@@ -262,7 +271,7 @@ def _check_names(source: KimiStateSource, expected: dict[str, str], tied: bool) 
             " checkpoint again, or check that the model has the checkpoint's layers, experts and MTP layers."
         )
         raise on_every_rank(CheckpointError(fault))
-    unused = [name for name in sorted(present) if name not in expected and not name.startswith(_VISION)]
+    unused = [name for name in sorted(present) if name not in expected and not name.startswith(VISION_PREFIXES)]
     if unused:
         fault = (
             f"{_some(unused)}: in {source.path}, but the model has no parameter for it. The checkpoint is of"

@@ -1,4 +1,4 @@
-"""Megatron-Bridge's view of a Kimi K2.5 folder: its weights as plain tensors, its files as they are.
+"""Megatron-Bridge's view of a checkpoint folder: its weights as plain tensors, its files as they are.
 
 Upstream opens a shard and lists its keys for every single tensor, sees no `.weight` where a triplet
 stands, and saves a folder through a tokenizer class that needs remote code. The classes here replace
@@ -16,7 +16,7 @@ from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
 from megatron.bridge.models.hf_pretrained.state import SafeTensorsStateSource, StateDict
 
-from kimi_bridge.checkpoint.config import KimiK25Config
+from kimi_bridge.checkpoint.config import KimiConfig
 from kimi_bridge.checkpoint.files import copy_artifacts
 from kimi_bridge.checkpoint.reader import CheckpointReader, resolve_checkpoint
 from kimi_bridge.errors import KimiBridgeError
@@ -89,8 +89,8 @@ class KimiStateSource(SafeTensorsStateSource):
         return self.reader.weight_map[stored]
 
 
-class KimiK25Pretrained(PreTrainedCausalLM):
-    """`PreTrainedCausalLM` for a Kimi K2.5 folder: reads through `KimiStateSource`, copies files verbatim."""
+class KimiPretrained(PreTrainedCausalLM):
+    """`PreTrainedCausalLM` for a Kimi K2.5 or Kimi-VL folder: reads through `KimiStateSource`, copies files verbatim."""
 
     @property
     def state(self) -> StateDict:
@@ -115,7 +115,7 @@ def install_source(hf_pretrained: Any) -> KimiStateSource:
     path = getattr(hf_pretrained, "model_name_or_path", None)
     if not path:
         raise KimiBridgeError(
-            "the Kimi K2.5 bridge reads its weights from a checkpoint folder, and this object names none:"
+            "this bridge reads its weights from a checkpoint folder, and this object names none:"
             " use AutoBridge.from_hf_pretrained(PATH)."
         )
     source = KimiStateSource(path)
@@ -124,15 +124,15 @@ def install_source(hf_pretrained: Any) -> KimiStateSource:
 
 
 def use_pretrained_class() -> None:
-    """Makes `AutoBridge.from_hf_pretrained` wrap Kimi K2.5 folders in `KimiK25Pretrained`. Idempotent."""
+    """Makes `AutoBridge.from_hf_pretrained` wrap Kimi folders in `KimiPretrained`. Idempotent."""
     original = AutoBridge.__dict__["from_hf_pretrained"].__func__
     if getattr(original, "_kimi_bridge", False):
         return
 
     def from_hf_pretrained(cls: type, path: str | Path, **kwargs: Any) -> Any:
         bridge = original(cls, path, **kwargs)
-        if isinstance(bridge.hf_pretrained.config, KimiK25Config):
-            bridge.hf_pretrained.__class__ = KimiK25Pretrained
+        if isinstance(bridge.hf_pretrained.config, KimiConfig):
+            bridge.hf_pretrained.__class__ = KimiPretrained
         return bridge
 
     from_hf_pretrained.__doc__ = original.__doc__

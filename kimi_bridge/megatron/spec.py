@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.bridge.models.deepseek.deepseek_v3_bridge import DeepSeekV3Bridge
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -18,6 +19,27 @@ class DirectQueryAttention(MLASelfAttention):
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         return {**super()._resolve_qk_norm_config(submodules), "linear_q_proj": submodules.linear_q_proj}
+
+
+def correct_direct_queries() -> None:
+    """Makes Megatron-Bridge's DeepSeek-V3 bridge build models without query compression right. Idempotent.
+
+    Kimi-VL is one, and so is Moonlight, which is plain DeepSeek-V3 and upstream's own to load. Upstream's
+    issue: https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/5261
+    """
+    original = DeepSeekV3Bridge.provider_bridge
+    if getattr(original, "_kimi_bridge", False):
+        return
+
+    def provider_bridge(self: Any, hf_pretrained: Any) -> Any:
+        provider = original(self, hf_pretrained)
+        if provider.q_lora_rank is None:
+            provider.transformer_layer_spec = direct_query_block_spec
+        return provider
+
+    provider_bridge.__doc__ = original.__doc__
+    provider_bridge._kimi_bridge = True  # type: ignore[attr-defined]
+    DeepSeekV3Bridge.provider_bridge = provider_bridge
 
 
 def direct_query_block_spec(

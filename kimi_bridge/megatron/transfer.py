@@ -18,6 +18,7 @@ import torch
 from megatron.bridge.models.conversion.model_bridge import HFWeightTuple
 from megatron.bridge.models.conversion.utils import unwrap_model
 
+from kimi_bridge.checkpoint.families import TEXT_PREFIX
 from kimi_bridge.checkpoint.files import copy_artifacts, write_json
 from kimi_bridge.checkpoint.quantization import without_quantization
 from kimi_bridge.checkpoint.reader import CheckpointReader
@@ -152,7 +153,7 @@ def save(stream: WeightStream, reader: CheckpointReader, dst: Path, overwrite: b
     All ranks call it, and an error on one is raised on all.
     """
     stream.receiver = 0
-    others = [name for name in reader.weight_map if not name.startswith(stream.text_prefix)]
+    others = [name for name in reader.weight_map if not name.startswith(TEXT_PREFIX)]
     with contextlib.ExitStack() as stack:
         writer: CheckpointWriter | None = None
         with raise_together():
@@ -187,8 +188,6 @@ class WeightStream(Iterator[HFWeightTuple]):
         KimiBridgeError: see `kimi_bridge.megatron.shards.local_shards`.
     """
 
-    text_prefix = "language_model."
-
     def __init__(
         self,
         tasks: Sequence[Any],
@@ -209,7 +208,7 @@ class WeightStream(Iterator[HFWeightTuple]):
     @property
     def specs(self) -> list[TensorSpec]:
         """Name, dtype and shape of every text tensor of the result, in the source's order."""
-        weights = [name for name in self.reader.weight_names() if name.startswith(self.text_prefix)]
+        weights = [name for name in self.reader.weight_names() if name.startswith(TEXT_PREFIX)]
         return [spec for weight in weights for spec in self._specs_of(weight)]
 
     def __next__(self) -> HFWeightTuple:

@@ -1,4 +1,4 @@
-"""The real vLLM without a GPU: its Kimi K2.5 model and its LoRA manager are built and loaded, not run.
+"""The real vLLM without a GPU: its Kimi K2.5 or Kimi-VL model and its LoRA manager are built and loaded, not run.
 
 vLLM's GPU wheel has no kernels for a CPU. What is replaced is what only kernels need: the platform is an
 out-of-tree one (vLLM's own notion) that names an MLA backend, and the experts get their Triton kernel object
@@ -66,13 +66,13 @@ def engine_config(folder: Path, **settings: Any) -> Any:
 
 
 def build_model(config: Any, rank: int = 0, world: int = 1, port: int | None = None) -> Any:
-    """KimiK25ForConditionalGeneration with all its layers and uninitialised weights."""
+    """The config's model with all its layers and uninitialised weights."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-    from vllm.model_executor.models.kimi_k25 import KimiK25ForConditionalGeneration
+    from vllm.model_executor.model_loader.utils import get_model_architecture
 
     with set_current_vllm_config(config):
         if not torch.distributed.is_initialized():
@@ -82,7 +82,7 @@ def build_model(config: Any, rank: int = 0, world: int = 1, port: int | None = N
         dtype = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16)
         try:
-            model = KimiK25ForConditionalGeneration(vllm_config=config)
+            model = get_model_architecture(config.model_config)[0](vllm_config=config)
             for layer in model.modules():
                 if isinstance(layer, RoutedExperts):
                     method = layer.quant_method

@@ -10,14 +10,27 @@ from typing import Any
 
 import pytest
 
+from kimi_bridge.checkpoint import synthesize_checkpoint
+
 pytest.importorskip("vllm")
 
 MODEL = "from vllm.model_executor.models.kimi_k25 import KimiK25ForConditionalGeneration as Model\n"
+MODELS = (
+    MODEL
+    + "from vllm.model_executor.models.kimi_vl import KimiVLForConditionalGeneration\n"
+    + "MODELS = (Model, KimiVLForConditionalGeneration)\n"
+)
 CHECK = "from vllm.model_executor.models.interfaces import SupportsLoRA, supports_lora\n"
 DECODER = "from vllm.model_executor.models.deepseek_v2 import DeepseekV2ForCausalLM as Decoder\n"
 APPLY = "from kimi_bridge.patches.vllm_kimi_k25_lora import apply\n"
 # What vLLM asks of an instance, which needs no layers for it; test_built_model has one with layers.
-INSTANCE = "instance = Model.__new__(Model)\ntorch_init = __import__('torch').nn.Module.__init__(instance)\n"
+INSTANCE = """
+def instance_of(model):
+    instance = model.__new__(model)
+    __import__('torch').nn.Module.__init__(instance)
+    return instance
+instance = instance_of(Model)
+"""
 
 
 def run(script: str, **environment: str) -> list[str]:
@@ -35,30 +48,49 @@ def run(script: str, **environment: str) -> list[str]:
     return [line[3:] for line in done.stdout.splitlines() if line.startswith(">> ")]
 
 
+def test_every_family_is_in_the_table() -> None:
+    """The patch imports nothing of this library, so it has the names once more."""
+    from kimi_bridge.checkpoint import FAMILIES
+    from kimi_bridge.patches.vllm_kimi_k25_lora import _TARGETS
+
+    named = {target.name: f"{target.connector}." for target in _TARGETS}
+    assert named == {family.architecture: family.projector for family in FAMILIES.values()}
+
+
 def test_before_and_after() -> None:
     script = f"""
-{MODEL}{CHECK}{DECODER}{APPLY}{INSTANCE}
-say(supports_lora(Model), supports_lora(instance))
+{MODELS}{CHECK}{DECODER}{APPLY}{INSTANCE}
+for model in MODELS:
+    say(supports_lora(model), supports_lora(instance_of(model)))
 say(apply())
-say(supports_lora(Model), supports_lora(instance), isinstance(instance, SupportsLoRA))
-say(Model.packed_modules_mapping is Decoder.packed_modules_mapping)
-say(Model.embedding_modules is Decoder.embedding_modules)
-names = set(vars(Model))
+for model in MODELS:
+    instance = instance_of(model)
+    say(supports_lora(model), supports_lora(instance), isinstance(instance, SupportsLoRA))
+    say(model.packed_modules_mapping is Decoder.packed_modules_mapping)
+    say(model.embedding_modules is Decoder.embedding_modules)
+names = [set(vars(model)) for model in MODELS]
 say(apply())
-say(set(vars(Model)) == names, supports_lora(instance))
-mapping = instance.get_mm_mapping()
-say(mapping.language_model, mapping.connector, mapping.tower_model)
+say([set(vars(model)) for model in MODELS] == names, all(supports_lora(instance_of(m)) for m in MODELS))
+for model in MODELS:
+    mapping = instance_of(model).get_mm_mapping()
+    say(mapping.language_model, mapping.connector, mapping.tower_model)
 """
-    before, first, after, shared, embedding, second, unchanged, parts = run(script)
-    assert before == "False False"
+    lines = run(script)
+    assert lines[:2] == ["False False"] * 2
+    first, second = lines[2], lines[9]
     assert first.startswith("KimiK25ForConditionalGeneration accepts LoRA now (declared: ")
-    assert "lora_manager" in first
-    assert "packed_modules_mapping" in first
-    assert after == "True True True"
-    assert shared == embedding == "True"
-    assert second == "KimiK25ForConditionalGeneration accepts LoRA since an earlier call."
-    assert unchanged == "True True"
-    assert parts == "['language_model'] ['mm_projector'] ['vision_tower']"
+    assert " KimiVLForConditionalGeneration accepts LoRA now (declared: " in first
+    assert first.count("lora_manager") == first.count("packed_modules_mapping") == 2
+    assert lines[3:9] == ["True True True", "True", "True"] * 2
+    assert second == (
+        "KimiK25ForConditionalGeneration accepts LoRA since an earlier call."
+        " KimiVLForConditionalGeneration accepts LoRA since an earlier call."
+    )
+    assert lines[10:] == [
+        "True True",
+        "['language_model'] ['mm_projector'] ['vision_tower']",
+        "['language_model'] ['multi_modal_projector'] ['vision_tower']",
+    ]
 
 
 def test_members_of_a_later_version() -> None:
@@ -113,61 +145,75 @@ PLUGIN = f"""
 import sys
 from vllm.plugins import load_general_plugins
 load_general_plugins()
-say("vllm.model_executor.models.kimi_k25" in sys.modules)
-{MODEL}{CHECK}{INSTANCE}
-say(supports_lora(Model), supports_lora(instance))
+say(any(f"vllm.model_executor.models.{{name}}" in sys.modules for name in ("kimi_k25", "kimi_vl")))
+{MODELS}{CHECK}{INSTANCE}
+for model in MODELS:
+    say(supports_lora(model), supports_lora(instance_of(model)))
+say(sum(type(finder).__name__ == "_WhenImported" for finder in sys.meta_path))
 """
 
 
 def test_as_a_plugin() -> None:
     """By the entry point alone, and without importing a model that another start of vLLM does not need."""
-    assert run(PLUGIN) == ["False", "True True"]
+    assert run(PLUGIN) == ["False", "True True", "True True", "0"]
 
 
 def test_switched_off() -> None:
-    assert run(PLUGIN, KIMI_BRIDGE_VLLM_LORA="0") == ["False", "False False"]
+    assert run(PLUGIN, KIMI_BRIDGE_VLLM_LORA="0") == ["False", "False False", "False False", "0"]
     [answer] = run(f"{APPLY}say(apply())", KIMI_BRIDGE_VLLM_LORA="0")
     assert answer == "KIMI_BRIDGE_VLLM_LORA is off: vLLM is left as it is."
 
 
 def test_by_import() -> None:
     script = (
-        f"import kimi_bridge.patches.auto as auto\nsay(auto.APPLIED)\n{MODEL}{CHECK}say(supports_lora(Model))"
+        f"import kimi_bridge.patches.auto as auto\nsay(auto.APPLIED)\n{MODELS}{CHECK}"
+        "say([supports_lora(model) for model in MODELS])"
     )
     applied, supported = run(script)
-    assert "will accept LoRA once vLLM imports it" in applied
-    assert supported == "True"
+    assert applied.count("will accept LoRA once vLLM imports it") == 2
+    assert supported == "[True, True]"
 
 
 def test_a_vllm_that_supports_it_is_left_alone() -> None:
     script = f"""
-{MODEL}{CHECK}{DECODER}{APPLY}
-Model.__bases__ = (*Model.__bases__, SupportsLoRA)
-Model.packed_modules_mapping = {{}}
-before = set(vars(Model))
-say(supports_lora(Model))
+{MODELS}{CHECK}{DECODER}{APPLY}
+for model in MODELS:
+    model.__bases__ = (*model.__bases__, SupportsLoRA)
+    model.packed_modules_mapping = {{}}
+before = [set(vars(model)) for model in MODELS]
+say(all(supports_lora(model) for model in MODELS))
 say(apply())
-say(set(vars(Model)) == before)
+say([set(vars(model)) for model in MODELS] == before)
 """
     supported, what, unchanged = run(script)
     assert supported == unchanged == "True"
-    assert what == "KimiK25ForConditionalGeneration accepts LoRA without this library: nothing done."
+    assert what == (
+        "KimiK25ForConditionalGeneration accepts LoRA without this library: nothing done."
+        " KimiVLForConditionalGeneration accepts LoRA without this library: nothing done."
+    )
 
 
 def test_a_fault_of_the_patch_does_not_stop_vllm() -> None:
     script = f"""
 from kimi_bridge.patches import vllm_kimi_k25_lora as patch
-patch._get_mm_mapping = None
 del patch._member
 patch.apply()
-{MODEL}{CHECK}
-say(supports_lora(Model))
+{MODELS}{CHECK}
+say([supports_lora(model) for model in MODELS])
 """
-    assert run(script) == ["False"]
+    assert run(script) == ["[False, False]"]
 
 
-def test_built_model(checkpoint: Path) -> None:
-    """The instance with all its layers passes; building the decoder adds to the shared mapping."""
+@pytest.mark.parametrize(
+    ("family", "fused", "modules", "kinds"),
+    [
+        ("kimi_k25", ["q_a_proj", "kv_a_proj_with_mqa"], 22, {"fused_qkv_a_proj", "q_b_proj"}),
+        ("kimi_vl", None, 22, {"q_proj", "kv_a_proj_with_mqa"}),
+    ],
+)
+def test_built_model(family: str, fused: Any, modules: int, kinds: set[str], tmp_path: Path) -> None:
+    """The instance with all its layers passes; building the decoder may add to the shared mapping."""
+    checkpoint = synthesize_checkpoint(tmp_path / "bf16", int4=False, family=family)
     script = f"""
 from pathlib import Path
 from tests.inference import vllm_cpu
@@ -177,26 +223,19 @@ model = vllm_cpu.build_model(config)
 from vllm.model_executor.models import supports_lora as gate
 say(supports_lora(type(model)), gate(model), isinstance(model, SupportsLoRA))
 say(type(model).packed_modules_mapping is Decoder.packed_modules_mapping)
-say(model.packed_modules_mapping["fused_qkv_a_proj"])
+say(model.packed_modules_mapping.get("fused_qkv_a_proj"))
 worker = vllm_cpu.build_worker(config, model)
 manager = worker.model_runner.lora_manager._adapter_manager
-say(sum(1 for name, _ in model.named_modules() if name.startswith(("vision_tower.", "mm_projector."))) > 20)
+say(sum(1 for name, _ in model.named_modules() if not name.startswith("language_model.")) > 20)
 say(sorted({{name.split(".")[0] for name in manager.modules}}), len(manager.modules))
 say(sorted({{name.rsplit(".", 1)[1] for name in manager.modules}}))
 say(model.lora_manager is manager, "kv_b_proj" in manager.supported_lora_modules)
 """
-    supported, shared, fused, tower, parts, kinds, linked = run(script)
+    supported, shared, found, tower, parts, wrapped, linked = run(script)
     assert supported == "True True True"
     assert shared == "True"
-    assert fused == "['q_a_proj', 'kv_a_proj_with_mqa']"
+    assert found == str(fused)
     assert tower == "True"
-    assert parts == "['language_model'] 22"
-    assert {"experts", "fused_qkv_a_proj", "q_b_proj", "o_proj"} <= set(eval(kinds))
+    assert parts == f"['language_model'] {modules}"
+    assert {"experts", "o_proj"} | kinds <= set(eval(wrapped))
     assert linked == "True False"
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    from kimi_bridge.checkpoint import synthesize_checkpoint
-
-    return synthesize_checkpoint(tmp_path_factory.mktemp("served") / "bf16", int4=False)

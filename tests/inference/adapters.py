@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kimi_bridge.checkpoint.synthetic_config import weight_specs
 
-ATTENTION = r"self_attn\.(q_a_proj|q_b_proj|kv_a_proj_with_mqa|o_proj)"
+ATTENTION = r"self_attn\.(q_proj|q_a_proj|q_b_proj|kv_a_proj_with_mqa|o_proj)"
 EXPERTS = r"mlp\.experts\.\d+\.(gate|up|down)_proj"
 SHARED = r"mlp\.(shared_experts\.)?(gate|up|down)_proj"
 ROUTER = r"mlp\.gate"

@@ -24,7 +24,7 @@ _NOT_IN_THE_FILE = ("name_or_path", "attn_implementation", "experts_implementati
 
 
 class KimiConfig(PretrainedConfig):
-    """The unified config of a family: `text_config` is a DeepseekV3Config, `vision_config` stays the dict it is.
+    """A family's config: `text_config` is a DeepseekV3Config, `vision_config` stays the dict it is.
 
     The file's own keys are kept: what is written back is the file as it was read, with the changes
     made to this object since (so `model_type: kimi_k2`, `auto_map`, keys unknown to transformers and the

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kimi_bridge.checkpoint.kinds import KINDS, tensor_kind
 from kimi_bridge.checkpoint.families import FAMILIES, TEXT_PREFIX
+from kimi_bridge.checkpoint.kinds import KINDS, tensor_kind
 from kimi_bridge.checkpoint.reader import CheckpointReader
 from kimi_bridge.checkpoint.synthetic_config import checkpoint_specs
 from kimi_bridge.checkpoint.triplets import part_names

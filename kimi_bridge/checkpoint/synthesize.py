@@ -55,8 +55,8 @@ def synthesize_checkpoint(
     quantization = read_quantization(config)
     if quantization is None and (int4 or convention != CONVENTIONS[0]):
         raise CheckpointError(
-            f"{FAMILIES[family].title} is published in bfloat16: leave int4 and convention out, and quantize the"
-            " result where you want INT4."
+            f"{FAMILIES[family].title} is published in bfloat16: leave int4 and convention out, and quantize"
+            " the result where you want INT4."
         )
     int4 = quantization is not None if int4 is None else int4
     weights = list(weight_specs(config))

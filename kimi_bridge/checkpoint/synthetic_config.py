@@ -93,7 +93,10 @@ def weight_specs(config: dict[str, Any]) -> Iterator[TensorSpec]:
         dtype = VALUES[family.model_type].bias_dtype if is_bias else torch.bfloat16
         yield TensorSpec(TEXT_PREFIX + name, dtype, shape)
     hidden = vision[f"{family.vision_key}hidden_size"]
-    for name, shape in (*_projector_weights(family, hidden, config), *_vision_weights(family, hidden, vision)):
+    for name, shape in (
+        *_projector_weights(family, hidden, config),
+        *_vision_weights(family, hidden, vision),
+    ):
         yield TensorSpec(name, torch.bfloat16, shape)
 
 

@@ -36,8 +36,9 @@ from kimi_bridge.megatron.pretrained import KimiStateSource, install_source, use
 from kimi_bridge.megatron.spec import correct_direct_queries
 
 _TEXT_ONLY = (
-    "Kimi K2.5 and Kimi-VL checkpoints train text-only: the vision tower stays frozen in the inference engine."
-    " Set language_model_only=True where you build the model (SkyRL: trainer.policy.language_model_only=true"
+    "Kimi K2.5 and Kimi-VL checkpoints train text-only: the vision tower stays frozen in the inference"
+    " engine. Set language_model_only=True where you build the model (SkyRL:"
+    " trainer.policy.language_model_only=true"
     " generator.inference_engine.language_model_only=true)."
 )
 
@@ -251,8 +252,8 @@ def _check_coverage(bridge: KimiK25TextBridge, models: list[Any], source: KimiSt
             expected.update((each, name) for each in _all_experts(weight, num_experts))
     if unmapped:
         fault = (
-            f"{_some(unmapped)}: no mapping to a checkpoint weight. The model has parameters that the"
-            " checkpoint does not (a bias, another layer type?): build it from to_megatron_provider() unchanged."
+            f"{_some(unmapped)}: no mapping to a checkpoint weight. The model has parameters that no Kimi"
+            " checkpoint has (a bias, another layer type?): build it from to_megatron_provider() unchanged."
         )
         raise on_every_rank(CheckpointError(fault))
     if source is not None:
@@ -271,7 +272,9 @@ def _check_names(source: KimiStateSource, expected: dict[str, str], tied: bool) 
             " checkpoint again, or check that the model has the checkpoint's layers, experts and MTP layers."
         )
         raise on_every_rank(CheckpointError(fault))
-    unused = [name for name in sorted(present) if name not in expected and not name.startswith(VISION_PREFIXES)]
+    unused = [
+        name for name in sorted(present) if name not in expected and not name.startswith(VISION_PREFIXES)
+    ]
     if unused:
         fault = (
             f"{_some(unused)}: in {source.path}, but the model has no parameter for it. The checkpoint is of"

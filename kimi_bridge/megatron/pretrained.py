@@ -90,7 +90,7 @@ class KimiStateSource(SafeTensorsStateSource):
 
 
 class KimiPretrained(PreTrainedCausalLM):
-    """`PreTrainedCausalLM` for a Kimi K2.5 or Kimi-VL folder: reads through `KimiStateSource`, copies files verbatim."""
+    """`PreTrainedCausalLM` for a Kimi folder: reads through `KimiStateSource`, copies files verbatim."""
 
     @property
     def state(self) -> StateDict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from megatron.bridge.models.deepseek.deepseek_v3_bridge import DeepSeekV3Bridge
@@ -31,13 +32,13 @@ def correct_direct_queries() -> None:
     if getattr(original, "_kimi_bridge", False):
         return
 
+    @functools.wraps(original)
     def provider_bridge(self: Any, hf_pretrained: Any) -> Any:
         provider = original(self, hf_pretrained)
         if provider.q_lora_rank is None:
             provider.transformer_layer_spec = direct_query_block_spec
         return provider
 
-    provider_bridge.__doc__ = original.__doc__
     provider_bridge._kimi_bridge = True  # type: ignore[attr-defined]
     DeepSeekV3Bridge.provider_bridge = provider_bridge
 

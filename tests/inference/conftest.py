@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 
-from kimi_bridge.checkpoint import synthesize_checkpoint
+from kimi_bridge.checkpoint import FAMILIES, synthesize_checkpoint
 from tests.inference import vllm_cpu
 
 
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return synthesize_checkpoint(tmp_path_factory.mktemp("served") / "bf16", int4=False)
+@pytest.fixture(scope="session", params=FAMILIES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served") / request.param
+    return synthesize_checkpoint(folder, int4=False, family=request.param)
 
 
 @pytest.fixture(scope="session")

@@ -64,10 +64,17 @@ def test_values_are_where_they_belong(worker: Any, checkpoint: Path) -> None:
     worker.add_adapter_from_tensors("policy", 1, config, tensors)
     found = buffers(worker)
     layer = "language_model.model.layers.1"
-    q_a, kv_a, q_b, kv_b = found[f"{layer}.self_attn.fused_qkv_a_proj"]
+    if f"{layer}.self_attn.fused_qkv_a_proj" in found:
+        q_a, kv_a, q_b, kv_b = found[f"{layer}.self_attn.fused_qkv_a_proj"]
+        first = "self_attn.q_a_proj"
+    else:  # Kimi-VL compresses no queries
+        first = "self_attn.q_proj"
+        (q_a, q_b), (kv_a, kv_b) = (
+            found[f"{layer}.{module}"] for module in (first, "self_attn.kv_a_proj_with_mqa")
+        )
     gate_a, up_a, gate_b, up_b, down_a, down_b = found[f"{layer}.mlp.experts"]
     for module, a, b in [
-        ("self_attn.q_a_proj", q_a[0], q_b[0]),
+        (first, q_a[0], q_b[0]),
         ("self_attn.kv_a_proj_with_mqa", kv_a[0], kv_b[0]),
         ("mlp.experts.3.gate_proj", gate_a[3], gate_b[3]),
         ("mlp.experts.3.up_proj", up_a[3], up_b[3]),

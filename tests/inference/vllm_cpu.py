@@ -1,4 +1,4 @@
-"""The real vLLM without a GPU: its Kimi K2.5 or Kimi-VL model and its LoRA manager are built and loaded, not run.
+"""The real vLLM without a GPU: its Kimi models and their LoRA managers are built and loaded, not run.
 
 vLLM's GPU wheel has no kernels for a CPU. What is replaced is what only kernels need: the platform is an
 out-of-tree one (vLLM's own notion) that names an MLA backend, and the experts get their Triton kernel object

@@ -9,13 +9,10 @@ from typing import Any
 import torch
 from megatron.core.extensions.transformer_engine import TEGroupedLinear
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region, random
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe import moe_utils
 from torch.overrides import TorchFunctionMode
-
-from kimi_bridge.megatron.spec import direct_query_block_spec
 
 
 class CausalAttention(MegatronModule):
@@ -68,7 +65,8 @@ def local_spec_provider(provider: Any, dtype: torch.dtype | None = None, grouped
     random._set_cuda_rng_state = lambda *_args, **_kwargs: None
     # DDP asks which stream it is on, to wait for it.
     torch.cuda.current_stream = lambda *_args, **_kwargs: None
-    provider.transformer_layer_spec = _grouped_spec if grouped else _local_spec
+    make = _grouped_spec if grouped else _local_spec
+    provider.transformer_layer_spec = functools.partial(make, provider.transformer_layer_spec)
     provider.moe_grouped_gemm = grouped
     provider.moe_permute_fusion = False
     provider.bias_activation_fusion = False
@@ -85,17 +83,17 @@ def local_spec_provider(provider: Any, dtype: torch.dtype | None = None, grouped
         provider.bf16 = dtype == torch.bfloat16
 
 
-def _local_spec(config: Any, vp_stage: int | None = None) -> Any:
-    make = get_gpt_decoder_block_spec if config.q_lora_rank else direct_query_block_spec
-    spec = make(config, use_transformer_engine=False, vp_stage=vp_stage)
+def _local_spec(production: Any, config: Any, vp_stage: int | None = None) -> Any:
+    """The bridge's own layers, of Megatron's local modules instead of Transformer Engine's."""
+    spec = production(config, use_transformer_engine=False, vp_stage=vp_stage)
     for layer in spec.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = CausalAttention
     return spec
 
 
-def _grouped_spec(config: Any, vp_stage: int | None = None) -> Any:
+def _grouped_spec(production: Any, config: Any, vp_stage: int | None = None) -> Any:
     TEGroupedLinear.forward = _expert_by_expert
-    spec = _local_spec(config, vp_stage)
+    spec = _local_spec(production, config, vp_stage)
     for layer in spec.layer_specs:
         mlp = layer.submodules.mlp
         if isinstance(mlp, functools.partial) and "submodules" in mlp.keywords:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.bridge import AutoBridge
+from megatron.bridge.models.deepseek.deepseek_v3_bridge import DeepSeekV3Bridge
 
 import kimi_bridge.megatron as kimi
 from kimi_bridge.errors import KimiBridgeError
@@ -71,12 +72,13 @@ def provider_fields(src: str, names: list[str]) -> dict[str, Any]:
 
 
 def registration() -> dict[str, Any]:
-    """Upstream's bridge registers last, then ours again."""
+    """Upstream's bridge registers last, then ours again; Kimi-VL has none upstream."""
     from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge, get_model_bridge
     from megatron.bridge.models.kimi_vl.kimi_k25_vl_bridge import KimiK25VLBridge
     from megatron.bridge.models.kimi_vl.modeling_kimi_k25_vl import KimiK25VLModel
 
-    seen = {"first": type(get_model_bridge("KimiK25ForConditionalGeneration")).__name__}
+    seen = {"kimi_vl": type(get_model_bridge("KimiVLForConditionalGeneration")).__name__}
+    seen["first"] = type(get_model_bridge("KimiK25ForConditionalGeneration")).__name__
     kimi.assert_registered()
     MegatronModelBridge.register_bridge(source="KimiK25ForConditionalGeneration", target=KimiK25VLModel)(
         KimiK25VLBridge
@@ -91,8 +93,8 @@ def registration() -> dict[str, Any]:
     return seen
 
 
-def parity(src: str) -> dict[str, float]:
-    """Megatron's forward against transformers' on the same checkpoint, in float32."""
+def parity(src: str, reference: str | None = None) -> dict[str, float]:
+    """Megatron's forward against transformers' on the same weights, in float32."""
     runtime.initialize(Layout())
     bridge = AutoBridge.from_hf_pretrained(src)
     provider = bridge.to_megatron_provider(load_weights=False)
@@ -103,9 +105,23 @@ def parity(src: str) -> dict[str, float]:
     ids = torch.randint(0, 1280, (2, 48), generator=torch.Generator().manual_seed(0))
     ours = log_probabilities(model[0], ids)
     with torch.no_grad():
-        theirs = reference_model(src)(ids).logits.float().log_softmax(-1)
+        theirs = reference_model(reference or src)(ids).logits.float().log_softmax(-1)
     entropy = -(theirs.exp() * theirs).sum(-1).mean()
     return {"difference": (ours - theirs).abs().max().item(), "entropy": entropy.item()}
+
+
+def query_norms(src: str) -> dict[str, int]:
+    """Norms before the queries: as this library makes Megatron-Bridge build them, and as it would itself."""
+    corrected, found = DeepSeekV3Bridge.provider_bridge, {}
+    for name, method in (("corrected", corrected), ("upstream", corrected.__wrapped__)):
+        DeepSeekV3Bridge.provider_bridge = method
+        try:
+            _, model = build(src, Layout(), load=False)
+        finally:
+            DeepSeekV3Bridge.provider_bridge = corrected
+        norms = [n for n, _ in model[0].named_parameters() if n.endswith("linear_q_proj.layer_norm_weight")]
+        found[name] = len(norms)
+    return found
 
 
 def changed_groups(src: str, dst: str, layout: Layout) -> dict[str, Any]:

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from kimi_bridge.checkpoint import CheckpointReader, synthesize_checkpoint, verify_checkpoints
+from kimi_bridge.checkpoint import FAMILIES, CheckpointReader, synthesize_checkpoint, verify_checkpoints
 from tests.megatron.ranks import Layout, Ranks
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Path:
+@pytest.fixture(scope="module", params=FAMILIES)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Path:
     """A folder with a checkpoint and its Megatron checkpoint."""
-    folder = tmp_path_factory.mktemp("jobs")
-    synthesize_checkpoint(folder / "source", convention="mixed")
+    folder = tmp_path_factory.mktemp(request.param)
+    convention = "mixed" if request.param == "kimi_k25" else "kimi"
+    synthesize_checkpoint(folder / "source", convention=convention, family=request.param)
     ranks.run("import_job", src=str(folder / "source"), megatron=str(folder / "megatron"), overwrite=False)
     return folder
 
@@ -63,7 +64,8 @@ def test_import_replaces_a_megatron_checkpoint(made: Path, ranks: Ranks, tmp_pat
     ids=lambda overrides: next(iter(overrides)),
 )
 def test_export_of_another_model(overrides: dict[str, int], made: Path, ranks: Ranks, tmp_path: Path) -> None:
-    synthesize_checkpoint(tmp_path / "other", overrides=overrides)
+    family = CheckpointReader(made / "source").config.model_type
+    synthesize_checkpoint(tmp_path / "other", overrides=overrides, family=family)
     arguments = {"src": str(tmp_path / "other"), "megatron": str(made / "megatron")}
     for error in ranks.errors("export_job", dst=str(tmp_path / "out"), overwrite=False, **arguments):
         assert error.kind == "KimiBridgeError"
@@ -106,16 +108,29 @@ def test_export_over_a_checkpoint(made: Path, ranks: Ranks, tmp_path: Path) -> N
 
 
 def test_a_failed_export_leaves_the_checkpoint_it_would_have_replaced(
-    made: Path, ranks: Ranks, tmp_path: Path
+    ranks: Ranks, tmp_path: Path
 ) -> None:
-    shutil.copytree(made / "source", tmp_path / "out")
+    # By a NaN in an INT4 weight.
+    source = synthesize_checkpoint(tmp_path / "source")
+    shutil.copytree(source, tmp_path / "out")
     before = files(tmp_path / "out")
     layout = Layout(tp=2, pp=2, ep=2, etp=1)
-    ranks.errors("nan_on_one_rank", src=str(made / "source"), dst=str(tmp_path / "out"), layout=layout)
+    ranks.errors("nan_on_one_rank", src=str(source), dst=str(tmp_path / "out"), layout=layout)
     assert files(tmp_path / "out") == before
     CheckpointReader(tmp_path / "out").check()
 
 
+def test_export_over_another_familys_checkpoint(made: Path, ranks: Ranks, tmp_path: Path) -> None:
+    """Both families' tiny models have the same widths: q_lora_rank and the shared experts tell them apart."""
+    [family] = FAMILIES.keys() - {CheckpointReader(made / "source").config.model_type}
+    synthesize_checkpoint(tmp_path / "other", family=family)
+    arguments = {"src": str(tmp_path / "other"), "megatron": str(made / "megatron")}
+    for error in ranks.errors("export_job", dst=str(tmp_path / "out"), overwrite=False, **arguments):
+        assert "q_lora_rank" in error.message
+        assert "is of another model" in error.message
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("overrides", "layout", "message"),
     [
@@ -127,9 +142,9 @@ def test_a_failed_export_leaves_the_checkpoint_it_would_have_replaced(
     ids=["heads", "experts", "top-k", "virtual"],
 )
 def test_models_and_layouts_that_do_not_fit(
-    overrides: dict[str, int], layout: Layout, message: str, ranks: Ranks, tmp_path: Path
+    overrides: dict[str, int], layout: Layout, message: str, family: str, ranks: Ranks, tmp_path: Path
 ) -> None:
-    synthesize_checkpoint(tmp_path / "source", overrides=overrides)
+    synthesize_checkpoint(tmp_path / "source", overrides=overrides, family=family)
     for error in ranks.errors("just_load", src=str(tmp_path / "source"), layout=layout):
         assert error.kind == "KimiBridgeError"
         assert message in error.message

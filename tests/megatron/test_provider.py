@@ -67,6 +67,25 @@ EXPECTED: dict[str, Any] = {
 }
 
 
+KIMI_VL = EXPECTED | {
+    "num_layers": 27,
+    "hidden_size": 2048,
+    "ffn_hidden_size": 11264,
+    "num_attention_heads": 16,
+    "seq_length": 131072,
+    "q_lora_rank": None,
+    # YaRN with a factor of 1 is plain rotary embedding, and scales no logit.
+    "rotary_base": 800000,
+    "rotary_scaling_factor": 1,
+    "num_moe_experts": 64,
+    "moe_ffn_hidden_size": 1408,
+    "moe_shared_expert_intermediate_size": 2 * 1408,
+    "moe_layer_freq": [0] + [1] * 26,
+    "moe_router_topk": 6,
+    "moe_router_topk_scaling_factor": 2.446,
+}
+
+
 def fields(ranks: Ranks, tmp_path: Path, file: str, **changes: Any) -> dict[str, Any]:
     config = json.loads((DATA / file).read_text())
     top = changes.pop("top", {})
@@ -78,6 +97,12 @@ def fields(ranks: Ranks, tmp_path: Path, file: str, **changes: Any) -> dict[str,
 @pytest.mark.parametrize("file", ["config.json", "config.transformers5.json"])
 def test_both_forms_of_the_real_config(file: str, ranks: Ranks, tmp_path: Path) -> None:
     assert fields(ranks, tmp_path, file) == EXPECTED
+
+
+def test_kimi_vl(ranks: Ranks, tmp_path: Path) -> None:
+    assert fields(ranks, tmp_path, "config.kimi_vl.json") == KIMI_VL
+    got = fields(ranks, tmp_path, "config.kimi_vl.json", top={"tie_word_embeddings": True})
+    assert got == KIMI_VL | {"share_embeddings_and_output_weights": True}
 
 
 def test_q_lora_rank_null(ranks: Ranks, tmp_path: Path) -> None:
@@ -92,5 +117,6 @@ def test_tying_is_read_from_the_top_level(ranks: Ranks, tmp_path: Path) -> None:
 def test_registration_survives_a_later_one(ranks: Ranks) -> None:
     seen = ranks.run("registration")
     assert seen["first"] == seen["last"] == "KimiK25TextBridge"
+    assert seen["kimi_vl"] == "KimiVLTextBridge"
     assert "KimiK25VLBridge" in seen["error"]
     assert "kimi_bridge.megatron.register()" in seen["error"]

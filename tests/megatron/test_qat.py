@@ -20,6 +20,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for convention in ("kimi", "rtn", "mixed"):
         synthesize_checkpoint(folder / convention, seed=5, convention=convention)
     synthesize_checkpoint(folder / "bf16", int4=False, convention="rtn")
+    synthesize_checkpoint(folder / "kimi_vl", family="kimi_vl")
     return {path.name: path for path in folder.iterdir()}
 
 
@@ -88,8 +89,9 @@ def test_frozen_int4_experts_are_recognised_and_left_alone(
     assert result["again"] == result["report"]
 
 
-def test_frozen_bf16_experts_are_snapped_once(ranks: Ranks, sources: dict[str, Path]) -> None:
-    result = ranks.run("qat_frozen", src=str(sources["bf16"]), layout=ONE, spec="local")
+@pytest.mark.parametrize("source", ["bf16", "kimi_vl"])
+def test_frozen_bf16_experts_are_snapped_once(source: str, ranks: Ranks, sources: dict[str, Path]) -> None:
+    result = ranks.run("qat_frozen", src=str(sources[source]), layout=ONE, spec="local")
     assert result["changed"]
     assert all(".mlp.experts." in name for name in result["changed"])
     assert result["report"].snapped == len(result["changed"])

@@ -159,7 +159,7 @@ def test_config_missing_broken_or_of_another_model(spoiled: Path) -> None:
     path.write_text("[]")
     refuses(spoiled, "config.json is no JSON object")
     path.write_text(json.dumps(json.loads(good) | {"model_type": "llama"}))
-    refuses(spoiled, "model_type 'llama'.*reads 'kimi_k25' checkpoints only")
+    refuses(spoiled, "model_type 'llama'.*reads 'kimi_k25' and 'kimi_vl' checkpoints only")
     path.write_text(json.dumps(json.loads(good) | {"architectures": ["LlamaForCausalLM"]}))
     refuses(spoiled, "architecture LlamaForCausalLM")
 

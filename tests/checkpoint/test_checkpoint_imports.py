@@ -38,6 +38,7 @@ def test_kinds() -> None:
         layer + "mlp.shared_experts.up_proj.weight": "shared experts",
         "vision_tower.encoder.blocks.0.norm0.weight": "vision tower",
         "mm_projector.proj.0.bias": "projector",
+        "multi_modal_projector.linear_1.bias": "projector",
         "language_model.model.layers.61.eh_proj.weight": "other",
         "something.weight": "other",
     }

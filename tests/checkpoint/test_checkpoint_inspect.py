@@ -103,7 +103,13 @@ def test_the_published_inventory_as_headers_alone(published_headers: Path) -> No
 
 @pytest.mark.parametrize(
     ("convention", "verdict"),
-    [("kimi", "kimi (/7)"), ("rtn", "rtn (/7.5)"), ("mixed", "neither"), ("kimi_bf16", "not quantized")],
+    [
+        ("kimi", "kimi (/7)"),
+        ("rtn", "rtn (/7.5)"),
+        ("mixed", "neither"),
+        ("kimi_bf16", "not quantized"),
+        ("kimi_vl", "not quantized"),
+    ],
 )
 def test_conventions_are_told_apart(checkpoints: Path, convention: str, verdict: str) -> None:
     result = inspect_checkpoint(checkpoints / convention)
@@ -152,6 +158,26 @@ def test_what_the_tiny_checkpoint_holds(tiny: Path) -> None:
     assert (result.tensors, result.shards) == (len(reader.names()), 3)
     assert result.bytes == sum(reader.info(name).nbytes for name in reader.names())
     assert json.loads(result.to_json()) == result.to_dict()
+
+
+def test_what_the_tiny_kimi_vl_holds(kimi_vl: Path) -> None:
+    result = inspect_checkpoint(kimi_vl)
+    assert result.model["architecture"] == "KimiVLForConditionalGeneration"
+    assert result.model["model_type"] == "kimi_vl (deepseek_v3)"
+    assert (result.model["q_lora_rank"], result.model["shared_experts"]) == (None, 2)
+    assert result.model["vision_layers"] == 2
+    assert {kind.kind: kind.tensors for kind in result.kinds} == {
+        "vision tower": 3 + 2 * 12 + 2,
+        "projector": 6,
+        "embeddings": 1,
+        "lm_head": 1,
+        "norms": 1 + 3 * 3,
+        "attention": 3 * 4,
+        "router": 2 * 2,
+        "experts": 2 * 8 * 3,
+        "shared experts": 2 * 3,
+        "dense mlp": 3,
+    }
 
 
 def test_damage_is_listed(spoiled: Path) -> None:

@@ -13,13 +13,15 @@ from checkpoint_folders import DATA, EXPERT, INDEX, contents, real_inventory, sa
 from transformers import AutoConfig, AutoTokenizer, DeepseekV3ForCausalLM, GenerationConfig
 
 from kimi_bridge.checkpoint import (
+    FAMILIES,
     CheckpointReader,
     CheckpointWriter,
     TensorSpec,
     synthesize_checkpoint,
     tensor_kind,
 )
-from kimi_bridge.checkpoint.synthetic_config import SIZES, checkpoint_specs, synthetic_config
+from kimi_bridge.checkpoint.synthetic_config import checkpoint_specs, synthetic_config
+from kimi_bridge.checkpoint.synthetic_values import VALUES
 from kimi_bridge.checkpoint.triplets import part_names
 from kimi_bridge.errors import CheckpointError
 from kimi_bridge.int4 import KIMI_QAT, dequantize, quantize, unpack
@@ -33,6 +35,42 @@ def test_the_published_config_implies_the_published_tensors() -> None:
     assert specs.keys() == inventory.keys()
     for name, (dtype, shape) in inventory.items():
         assert (str(specs[name].dtype), specs[name].shape) == (f"torch.{dtype}", shape)
+
+
+KIMI_VL = json.loads((DATA / "config.kimi_vl.json").read_text())
+
+
+def test_kimi_vl_a3b_implies_its_tensors() -> None:
+    """Kimi-VL-A3B has 16.4 billion parameters: the names and shapes of vLLM's model and of its projector."""
+    specs = {spec.name: spec for spec in checkpoint_specs(KIMI_VL)}
+    assert {spec.dtype for spec in specs.values()} == {torch.bfloat16}
+    text = "language_model.model.layers.26."
+    shapes = {
+        text + "self_attn.q_proj.weight": (16 * 192, 2048),
+        text + "self_attn.kv_b_proj.weight": (16 * 256, 512),
+        text + "mlp.gate.e_score_correction_bias": (64,),
+        text + "mlp.experts.63.down_proj.weight": (2048, 1408),
+        text + "mlp.shared_experts.up_proj.weight": (2816, 2048),
+        "language_model.model.layers.0.mlp.gate_proj.weight": (11264, 2048),
+        "vision_tower.encoder.blocks.26.wqkv.bias": (3456,),
+        "vision_tower.patch_embed.pos_emb.weight": (64, 64, 1152),
+        "multi_modal_projector.pre_norm.bias": (1152,),
+        "multi_modal_projector.linear_1.weight": (4608, 4608),
+        "multi_modal_projector.linear_2.weight": (2048, 4608),
+    }
+    assert {name: specs[name].shape for name in shapes} == shapes
+    assert 16.3e9 < sum(math.prod(spec.shape) for spec in specs.values()) < 16.5e9
+
+
+def test_kimi_vl_config_has_every_published_key_but_auto_map(kimi_vl: Path) -> None:
+    config = json.loads((kimi_vl / "config.json").read_text())
+    assert config.keys() == KIMI_VL.keys() - {"auto_map"}
+    for part in ("text_config", "vision_config"):
+        assert config[part].keys() == KIMI_VL[part].keys()
+    scaled = set(VALUES["kimi_vl"].sizes["tiny"][0]) | {"bos_token_id", "eos_token_id", "pad_token_id"}
+    for key in KIMI_VL["text_config"].keys() - scaled:
+        assert config["text_config"][key] == KIMI_VL["text_config"][key], key
+    assert AutoConfig.from_pretrained(kimi_vl, trust_remote_code=False).to_dict() == config
 
 
 def test_every_published_kind_of_tensor_is_there_and_no_other(tiny: Path) -> None:
@@ -54,17 +92,23 @@ def test_config_has_every_published_key_but_auto_map(tiny: Path) -> None:
     assert config.keys() == PUBLISHED.keys() - {"auto_map"}
     assert config["text_config"].keys() == PUBLISHED["text_config"].keys() - {"auto_map"}
     assert config["vision_config"].keys() == PUBLISHED["vision_config"].keys()
-    scaled = set(SIZES["tiny"][0]) | {"bos_token_id", "eos_token_id", "pad_token_id", "auto_map"}
+    scaled = set(VALUES["kimi_k25"].sizes["tiny"][0]) | {
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "auto_map",
+    }
     for key in PUBLISHED["text_config"].keys() - scaled:
         assert config["text_config"][key] == PUBLISHED["text_config"][key], key
     loaded = AutoConfig.from_pretrained(tiny, trust_remote_code=False)
     assert loaded.to_dict() == config
 
 
-def test_the_same_seed_gives_the_same_bytes(tiny: Path, tmp_path: Path) -> None:
-    first = contents(synthesize_checkpoint(tmp_path / "again"))
-    assert first == contents(tiny)
-    other = contents(synthesize_checkpoint(tmp_path / "other", seed=1))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_seed_gives_the_same_bytes(family: str, tiny: Path, kimi_vl: Path, tmp_path: Path) -> None:
+    first = contents(synthesize_checkpoint(tmp_path / "again", family=family))
+    assert first == contents(kimi_vl if family == "kimi_vl" else tiny)
+    other = contents(synthesize_checkpoint(tmp_path / "other", seed=1, family=family))
     assert {name for name in first if first[name] != other[name]} == {
         name for name in first if name.endswith(".safetensors")
     }
@@ -85,7 +129,7 @@ def test_a_triplet_lies_in_two_shards(tmp_path: Path, overrides: dict[str, Any])
     assert any(len(names) == 2 for names in files)
 
 
-@pytest.mark.parametrize("size", list(SIZES))
+@pytest.mark.parametrize("size", list(VALUES["kimi_k25"].sizes))
 def test_tensor_parallel_halves_are_whole_groups(size: str) -> None:
     for spec in checkpoint_specs(synthetic_config(size)):
         if spec.name.endswith("weight_scale"):
@@ -96,7 +140,9 @@ def test_tensor_parallel_halves_are_whole_groups(size: str) -> None:
 
 
 def test_the_small_size_is_some_hundred_megabytes() -> None:
-    assert 2e8 < sum(spec.nbytes for spec in checkpoint_specs(synthetic_config("small"))) < 6e8
+    for family in FAMILIES:
+        specs = checkpoint_specs(synthetic_config("small", family=family))
+        assert 2e8 < sum(spec.nbytes for spec in specs) < 8e8
 
 
 def codes_and_scales(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,14 +208,17 @@ def test_without_q_lora_rank(tmp_path: Path) -> None:
     assert not any("q_a_" in name or "q_b_" in name for name in reader.names())
 
 
-def test_tokenizer(tiny: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tiny)
-    config = json.loads((tiny / "config.json").read_text())
+@pytest.mark.parametrize("name", ["kimi", "kimi_vl"])
+def test_tokenizer(name: str, checkpoints: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoints / name)
+    config = json.loads((checkpoints / name / "config.json").read_text())
     assert len(tokenizer) == config["text_config"]["vocab_size"] == 1280
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        assert getattr(tokenizer, key) == config[key] == config["text_config"][key]
+        assert (
+            getattr(tokenizer, key) == config["text_config"][key] == config.get(key, getattr(tokenizer, key))
+        )
         # As far from the end of the vocabulary as published.
-        assert 1280 - config[key] == 163840 - PUBLISHED[key]
+        assert 1280 - config["text_config"][key] == 163840 - PUBLISHED[key]
     assert tokenizer.convert_tokens_to_ids("<|media_pad|>") == config["media_placeholder_token_id"]
     text = "Grüße, the quick brown fox!\n\t你好 \U0001f600"
     ids = tokenizer.encode(text)
@@ -193,10 +242,11 @@ def test_generation_config(tiny: Path) -> None:
     assert GenerationConfig.from_pretrained(tiny).eos_token_id == 1025
 
 
+@pytest.mark.parametrize("name", ["kimi", "kimi_vl"])
 def test_a_forward_gives_a_distribution_that_is_neither_uniform_nor_one_hot(
-    tiny: Path, tmp_path: Path
+    name: str, checkpoints: Path, tmp_path: Path
 ) -> None:
-    reader = CheckpointReader(tiny)
+    reader = CheckpointReader(checkpoints / name)
     weights = {
         name.removeprefix("language_model."): reader.weight(name)
         for name in reader.weight_names()
@@ -207,7 +257,8 @@ def test_a_forward_gives_a_distribution_that_is_neither_uniform_nor_one_hot(
         for name, weight in weights.items():
             writer.write(name, weight)
     config = reader.config.text_config
-    del config.quantization_config
+    if reader.quantization is not None:
+        del config.quantization_config
     config.save_pretrained(tmp_path / "text")
     model, info = DeepseekV3ForCausalLM.from_pretrained(
         tmp_path / "text", dtype=torch.float32, output_loading_info=True
@@ -226,6 +277,9 @@ def test_a_forward_gives_a_distribution_that_is_neither_uniform_nor_one_hot(
     ("arguments", "message"),
     [
         ({"size": "huge"}, "Unknown size 'huge': choose from tiny, small"),
+        ({"family": "llama"}, "Unknown family 'llama': choose from kimi_k25, kimi_vl"),
+        ({"family": "kimi_vl", "int4": True}, "Kimi-VL is published in bfloat16"),
+        ({"family": "kimi_vl", "convention": "rtn"}, "Kimi-VL is published in bfloat16"),
         ({"convention": "gptq"}, "Unknown convention 'gptq'"),
         ({"overrides": {"vocab_size": 100}}, "vocab_size is 100"),
         ({"overrides": {"moe_intermediate_size": 48}}, "rows of 48, which are not whole groups of 32"),

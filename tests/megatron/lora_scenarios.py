@@ -30,7 +30,15 @@ from kimi_bridge.megatron.runtime import Layout
 from tests.megatron.forward import local_spec_provider, log_probabilities
 from tests.megatron.reference import reference_model
 
-MLA = ["linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj"]
+# Kimi-VL has the third in place of the first two.
+MLA = [
+    "linear_q_down_proj",
+    "linear_q_up_proj",
+    "linear_q_proj",
+    "linear_kv_down_proj",
+    "linear_kv_up_proj",
+    "linear_proj",
+]
 MLP = ["linear_fc1", "linear_fc2"]
 CANONICAL_MLP = ["linear_fc1_gate", "linear_fc1_up", "linear_fc2"]
 DIM, ALPHA = 16, 24

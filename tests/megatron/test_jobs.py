@@ -107,9 +107,7 @@ def test_export_over_a_checkpoint(made: Path, ranks: Ranks, tmp_path: Path) -> N
     assert verify_checkpoints(made / "source", tmp_path / "out").identical
 
 
-def test_a_failed_export_leaves_the_checkpoint_it_would_have_replaced(
-    ranks: Ranks, tmp_path: Path
-) -> None:
+def test_a_failed_export_leaves_the_checkpoint_it_would_have_replaced(ranks: Ranks, tmp_path: Path) -> None:
     # By a NaN in an INT4 weight.
     source = synthesize_checkpoint(tmp_path / "source")
     shutil.copytree(source, tmp_path / "out")

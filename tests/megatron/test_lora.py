@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kimi_bridge.adapter import load_adapter
-from kimi_bridge.checkpoint import synthesize_checkpoint
+from kimi_bridge.checkpoint import FAMILIES, synthesize_checkpoint
 from tests.megatron.ranks import Layout, Ranks
 
 GROUPED = [
@@ -33,11 +33,11 @@ LAYOUTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=FAMILIES)
+def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     # transformers hard-codes an epsilon of 1e-6 in the norms of MLA's latents.
-    folder = tmp_path_factory.mktemp("base") / "int4"
-    return synthesize_checkpoint(folder, overrides={"rms_norm_eps": 1e-6})
+    folder = tmp_path_factory.mktemp("base") / request.param
+    return synthesize_checkpoint(folder, overrides={"rms_norm_eps": 1e-6}, family=request.param)
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ from kimi_bridge.report import (
 
 app = typer.Typer(
     name="kimi-bridge",
-    help="Kimi K2.5-family INT4 checkpoints into Megatron and back, bit for bit.",
+    help="Kimi K2.5 and Kimi-VL checkpoints into Megatron and back, bit for bit.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -42,6 +42,11 @@ app = typer.Typer(
 class Size(StrEnum):
     tiny = "tiny"
     small = "small"
+
+
+class Family(StrEnum):
+    kimi_k25 = "kimi_k25"
+    kimi_vl = "kimi_vl"
 
 
 class Convention(StrEnum):
@@ -108,7 +113,7 @@ def options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Kimi K2.5-family INT4 checkpoints into Megatron and back, bit for bit."""
+    """Kimi K2.5 and Kimi-VL checkpoints into Megatron and back, bit for bit."""
 
 
 @app.command()
@@ -172,6 +177,9 @@ def synthesize(
     convention: Annotated[
         Convention, typer.Option(help="How the INT4 codes were made; mixed: groups that fit no convention.")
     ] = Convention.kimi,
+    family: Annotated[
+        Family, typer.Option(help="kimi_k25: INT4 experts. kimi_vl: bf16, without query compression.")
+    ] = Family.kimi_k25,
 ) -> None:
     """Makes a small checkpoint with the real structure and random weights, for tests.
 
@@ -179,7 +187,7 @@ def synthesize(
     """
     from kimi_bridge.checkpoint import synthesize_checkpoint
 
-    synthesize_checkpoint(dst, size=size.value, seed=seed, convention=convention.value)
+    synthesize_checkpoint(dst, size=size.value, seed=seed, convention=convention.value, family=family.value)
     say(f"{dst}: written")
 
 

@@ -94,6 +94,26 @@ def test_dequantize_quantize_and_truncate(tiny: Path, tmp_path: Path) -> None:
     assert run(*arguments, "--overwrite", "--no-verify").stdout.splitlines()[-1] == "not verified"
 
 
+def test_kimi_vl(tmp_path: Path) -> None:
+    """The verbs on a checkpoint without INT4: those that are about INT4 say so."""
+    vl = tmp_path / "vl"
+    assert run("synthesize", vl, "--family", "kimi_vl").returncode == 0
+    done = run("inspect", vl)
+    assert done.returncode == 0, done.stdout
+    assert "KimiVLForConditionalGeneration" in done.stdout
+    assert "not quantized: no INT4 weights" in done.stdout
+    done = run("dequantize", vl, tmp_path / "plain")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.strip().endswith("holds no INT4 weights: there is nothing to dequantize.")
+    done = run("truncate", vl, tmp_path / "small", "--layers", "2", "--experts", "4")
+    assert done.returncode == 0, done.stderr
+    assert run("verify", vl, tmp_path / "small").stdout.splitlines()[-1] == "DIFFERENT"
+    done = run("synthesize", tmp_path / "mixed", "--family", "kimi_vl", "--convention", "mixed")
+    assert done.returncode == 1
+    assert "published in bfloat16" in done.stderr
+
+
 def test_groups_that_are_no_fixed_point_are_named(tmp_path: Path) -> None:
     synthesize_checkpoint(tmp_path / "rtn", convention="rtn")
     done = run("dequantize", tmp_path / "rtn", tmp_path / "a")

@@ -28,6 +28,12 @@ MODULES = [Q_A, O_PROJ, DENSE, SHARED, EXPERT, *EXPERTS]
 Pair = tuple[Tensor, Tensor]
 
 
+def modules_of(base: Path) -> list[str]:
+    """MODULES, with a Kimi-VL's name for the queries."""
+    direct = Q_A.replace("q_a_proj", "q_proj")
+    return [direct if direct + ".weight" in CheckpointReader(base) else Q_A, *MODULES[1:]]
+
+
 def specs_of(
     base: Path,
     modules: Iterable[str] = MODULES,
@@ -74,7 +80,7 @@ def write(
 
 
 def adapter(dst: Path, base: Path, gain: float = 0.05, target: Target = "peft") -> Path:
-    specs = specs_of(base)
+    specs = specs_of(base, modules_of(base))
     return write(dst, base, specs, random_pairs(specs, gain), target)
 
 

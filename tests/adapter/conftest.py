@@ -13,12 +13,13 @@ sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
 
 @pytest.fixture(scope="session")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with tiny checkpoints: kimi, rtn and mixed in INT4, kimi_bf16, and kimi of another seed."""
+    """Tiny checkpoints: kimi, rtn and mixed in INT4, kimi_bf16, kimi of another seed, and kimi_vl."""
     folder = tmp_path_factory.mktemp("bases")
     for convention in ("kimi", "rtn", "mixed"):
         synthesize_checkpoint(folder / convention, convention=convention)
     synthesize_checkpoint(folder / "kimi_bf16", int4=False)
     synthesize_checkpoint(folder / "other", seed=1)
+    synthesize_checkpoint(folder / "kimi_vl", family="kimi_vl")
     return folder
 
 

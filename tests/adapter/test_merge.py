@@ -30,6 +30,7 @@ from tests.adapter.adapters import (
     Q_A,
     adapter,
     edit_weights,
+    modules_of,
     random_pairs,
     specs_of,
     write,
@@ -64,7 +65,7 @@ def same_int4(a: Int4Weight, b: Int4Weight) -> bool:
 def folders(request: pytest.FixtureRequest, bases: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter for every convention, in PEFT's form or folded for vLLM."""
     folder = tmp_path_factory.mktemp("adapters")
-    for name in (*CONVENTIONS, "kimi_bf16"):
+    for name in (*CONVENTIONS, "kimi_bf16", "kimi_vl"):
         adapter(folder / name, bases / name, target=request.param)
     return folder
 
@@ -128,18 +129,20 @@ def test_every_module_has_its_own_scale_and_rank(kimi: Path, tmp_path: Path) -> 
         assert ((got - oracle).abs() <= 2**-8 * oracle.abs() + 1e-6).all(), module
 
 
-@pytest.mark.parametrize("int4", [True, False])
-def test_bf16_base(bases: Path, folders: Path, tmp_path: Path, int4: bool) -> None:
-    base = CheckpointReader(bases / "kimi_bf16")
-    merge_adapter(base.path, folders / "kimi_bf16", tmp_path / "out", int4=int4, scheme=RTN)
-    out, int4_names = CheckpointReader(tmp_path / "out"), CheckpointReader(bases / "kimi").weights()
+@pytest.mark.parametrize("int4", [True, False, None])
+@pytest.mark.parametrize("source", ["kimi_bf16", "kimi_vl"])
+def test_bf16_base(bases: Path, folders: Path, tmp_path: Path, source: str, int4: bool | None) -> None:
+    base = CheckpointReader(bases / source)
+    summary = merge_adapter(base.path, folders / source, tmp_path / "out", int4=int4, scheme=RTN)
+    assert summary.int4 == bool(int4)
+    out, adapted = CheckpointReader(tmp_path / "out"), modules_of(base.path)
     out.check()
     for name in base.weight_names():
         module = name.removesuffix(".weight")
         expected = base.tensor(name)
-        if module in MODULES:
-            expected = exact_merge(base, folders / "kimi_bf16", module).to(torch.bfloat16)
-        if int4 and int4_names[name]:
+        if module in adapted:
+            expected = exact_merge(base, folders / source, module).to(torch.bfloat16)
+        if int4 and ".mlp.experts." in name:
             assert same_int4(out.int4(name), quantize(expected, RTN)), name
         else:
             assert same_bits(out.tensor(name), expected), name

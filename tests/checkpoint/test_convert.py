@@ -15,6 +15,7 @@ from transformers import DeepseekV3ForCausalLM
 from kimi_bridge.checkpoint import (
     CheckpointReader,
     dequantize_checkpoint,
+    inspect_checkpoint,
     quantize_checkpoint,
     synthesize_checkpoint,
     truncate_checkpoint,
@@ -114,22 +115,41 @@ def test_quantize_without_a_reference(checkpoints: Path, scheme: Int4Scheme, tmp
     assert (summary.loose_groups > 0) == (scheme == RTN)
 
 
-def test_truncate_is_a_checkpoint_that_loads(checkpoints: Path, tmp_path: Path) -> None:
-    src, dst = checkpoints / "mixed", tmp_path / "small"
+def test_kimi_vl_has_nothing_to_dequantize_and_can_be_quantized(kimi_vl: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no INT4 weights: there is nothing to dequantize"):
+        dequantize_checkpoint(kimi_vl, tmp_path / "plain")
+    quantize_checkpoint(kimi_vl, tmp_path / "int4")
+    reader = CheckpointReader(tmp_path / "int4")
+    int4 = {name for name, is_triplet in reader.weights().items() if is_triplet}
+    assert int4 == {name for name in CheckpointReader(kimi_vl).names() if ".mlp.experts." in name}
+    assert inspect_checkpoint(tmp_path / "int4").problems == []
+    dequantize_checkpoint(tmp_path / "int4", tmp_path / "plain")
+    quantize_checkpoint(tmp_path / "plain", tmp_path / "again", reference=tmp_path / "int4")
+    assert verify_checkpoints(tmp_path / "int4", tmp_path / "again").identical
+    config = json.loads((kimi_vl / "config.json").read_text())
+    assert json.loads((tmp_path / "plain/config.json").read_text()) == config
+
+
+@pytest.mark.parametrize(("name", "int4_weights"), [("mixed", 9), ("kimi_vl", 0)])
+def test_truncate_is_a_checkpoint_that_loads(
+    checkpoints: Path, name: str, int4_weights: int, tmp_path: Path
+) -> None:
+    src, dst = checkpoints / name, tmp_path / "small"
     summary = truncate_checkpoint(src, dst, layers=2, experts=3, max_shard_size="300KB")
     whole, cut = CheckpointReader(src), CheckpointReader(dst)
     cut.check()
     text = cut.config_dict["text_config"]
     assert (text["num_hidden_layers"], text["n_routed_experts"], text["num_experts_per_tok"]) == (2, 3, 2)
     assert text["first_k_dense_replace"] == 1
-    assert "quantization_config" in text
+    assert ("quantization_config" in text) == bool(int4_weights)
     for name in cut.names():
         tensor = whole.tensor(name)
         expected = tensor[:3] if ".mlp.gate." in name else tensor
         assert same_bits(cut.tensor(name), expected), name
     left_out = set(whole.weight_names()) - set(cut.weight_names())
     assert all(".layers.2." in name or int(name.split("experts.")[1][0]) >= 3 for name in left_out)
-    assert summary.int4_weights == 9
+    assert summary.int4_weights == int4_weights
+    assert inspect_checkpoint(dst).problems == []
 
     config = cut.config.text_config
     with torch.device("meta"):

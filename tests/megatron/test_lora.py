@@ -209,16 +209,16 @@ def test_both_forms_have_the_same_delta(adapters: Any) -> None:
 def test_trained_elsewhere(ranks: Ranks, base: Path, adapters: Any, tmp_path: Path) -> None:
     """Names of the text model alone, rsLoRA, fewer modules: the rest of the model's adapters do nothing."""
     source = load_adapter(adapters("attention") / "peft")
-    tensors = {}
+    tensors, trained = {}, ("o_proj", "q_b_proj", "q_proj")
     for module in source.modules:
-        if module.endswith(("o_proj", "q_b_proj")):
+        if module.endswith(trained):
             name = "base_model.model." + module.removeprefix("language_model.")
             a, b = source.tensors(module)
             tensors |= {f"{name}.lora_A.weight": a.clone(), f"{name}.lora_B.weight": b.clone()}
     (tmp_path / "foreign").mkdir()
     save_file(tensors, tmp_path / "foreign/adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": 16, "lora_alpha": 8, "use_rslora": True}
-    config |= {"target_modules": ["o_proj", "q_b_proj"], "task_type": "CAUSAL_LM"}
+    config |= {"target_modules": list(trained), "task_type": "CAUSAL_LM"}
     (tmp_path / "foreign/adapter_config.json").write_text(json.dumps(config))
     (tmp_path / "wrap").mkdir()
     (tmp_path / "wrap/peft").symlink_to(tmp_path / "foreign")
@@ -235,7 +235,7 @@ def test_trained_elsewhere(ranks: Ranks, base: Path, adapters: Any, tmp_path: Pa
     assert result["cleared"] == len(found.modules) - len(tensors) // 2
     for module, spec in found.modules.items():
         a, b = found.tensors(module)
-        if module.endswith(("o_proj", "q_b_proj")):
+        if module.endswith(trained):
             assert spec.scale == pytest.approx(8 / 4)
             name = "base_model.model." + module.removeprefix("language_model.")
             assert torch.equal(a, tensors[f"{name}.lora_A.weight"])

@@ -230,8 +230,14 @@ say(sum(1 for name, _ in model.named_modules() if not name.startswith("language_
 say(sorted({{name.split(".")[0] for name in manager.modules}}), len(manager.modules))
 say(sorted({{name.rsplit(".", 1)[1] for name in manager.modules}}))
 say(model.lora_manager is manager, "kv_b_proj" in manager.supported_lora_modules)
+from kimi_bridge.checkpoint import CheckpointReader
+outside = {{name: tuple(p.shape) for name, p in model.named_parameters() if not name.startswith("language_")}}
+reader = CheckpointReader(Path({str(checkpoint)!r}))
+say(outside == {{n: reader.info(n).shape for n in reader.names() if not n.startswith("language_model.")}})
 """
-    supported, shared, found, tower, parts, wrapped, linked = run(script)
+    supported, shared, found, tower, parts, wrapped, linked, same = run(script)
+    # vLLM has other names than Kimi K2.5's checkpoint for the projector, and Kimi-VL's for everything.
+    assert same == str(family == "kimi_vl")
     assert supported == "True True True"
     assert shared == "True"
     assert found == str(fused)

@@ -151,6 +151,8 @@ def print_summary(summary: Summary) -> None:
     if not summary.verified:
         say("not verified")
         return
+    if not summary.int4_weights:
+        return
     say(
         f"verified {summary.int4_weights:,} INT4 weights: {summary.loose_groups:,} of {summary.groups:,} "
         "groups are no fixed point of the scheme"

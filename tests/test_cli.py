@@ -108,6 +108,8 @@ def test_kimi_vl(tmp_path: Path) -> None:
     assert done.stderr.strip().endswith("holds no INT4 weights: there is nothing to dequantize.")
     done = run("truncate", vl, tmp_path / "small", "--layers", "2", "--experts", "4")
     assert done.returncode == 0, done.stderr
+    assert "72 tensors" in done.stdout
+    assert "INT4" not in done.stdout
     assert run("verify", vl, tmp_path / "small").stdout.splitlines()[-1] == "DIFFERENT"
     done = run("synthesize", tmp_path / "mixed", "--family", "kimi_vl", "--convention", "mixed")
     assert done.returncode == 1

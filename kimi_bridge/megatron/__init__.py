@@ -1,4 +1,4 @@
-"""The Megatron side. Importing this package registers `KimiK25TextBridge` with Megatron-Bridge.
+"""The Megatron side. Importing this package registers the bridges of `checkpoint.FAMILIES` with Megatron-Bridge.
 
 import kimi_bridge.megatron
 bridge = AutoBridge.from_hf_pretrained("moonshotai/Kimi-K2.5")

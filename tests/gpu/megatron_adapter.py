@@ -1,7 +1,8 @@
 """An adapter out of Megatron's shards, for test_vllm_lora.py, which runs where Megatron is not.
 
-    torchrun --nproc_per_node 4 -m tests.gpu.megatron_adapter CHECKPOINT ADAPTER     # on a CPU or on GPUs
-    KIMI_BRIDGE_MEGATRON_ADAPTER=ADAPTER python -m pytest tests/gpu/test_vllm_lora.py
+    torchrun --nproc_per_node 4 -m tests.gpu.megatron_adapter CHECKPOINT ADAPTER [kimi_vl]  # on a CPU or GPUs
+    KIMI_BRIDGE_MEGATRON_ADAPTER=ADAPTER python -m pytest tests/gpu/test_vllm_lora.py -k kimi_k25
+    KIMI_BRIDGE_MEGATRON_ADAPTER=ADAPTER python -m pytest tests/gpu/test_vllm_lora.py -k kimi_vl
 
 CHECKPOINT is made where it does not exist: the one that the test makes. Its values are random, of a size
 that changes what the model says.
@@ -18,12 +19,13 @@ import torch.distributed as dist
 
 from kimi_bridge.checkpoint import synthesize_checkpoint
 
-TARGETS = ["linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_proj"]
+# Of the first three Kimi-VL has the last, and Kimi K2.5 the others.
+TARGETS = ["linear_q_down_proj", "linear_q_up_proj", "linear_q_proj", "linear_kv_down_proj", "linear_proj"]
 TARGETS += ["linear_fc1", "linear_fc2"]
 SIZE = 0.3
 
 
-def main(checkpoint: Path, adapter: Path) -> None:
+def main(checkpoint: Path, adapter: Path, family: str) -> None:
     from megatron.bridge import AutoBridge
     from megatron.bridge.peft.lora import LoRA
 
@@ -33,7 +35,7 @@ def main(checkpoint: Path, adapter: Path) -> None:
     layout = Layout(tp=2, ep=2, etp=1) if dist.is_torchelastic_launched() else Layout()
     initialize(layout)
     if dist.get_rank() == 0 and not checkpoint.exists():
-        synthesize_checkpoint(checkpoint, size="small")
+        synthesize_checkpoint(checkpoint, size="small", family=family)
     dist.barrier()
     lora = LoRA(
         target_modules=TARGETS, dim=16, alpha=24, normalize_moe_lora=True, share_expert_adapters=False
@@ -66,4 +68,4 @@ def randomize(bridge: object, model: list[torch.nn.Module]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else "kimi_k25")

@@ -1,4 +1,4 @@
-"""vLLM serves adapters on an INT4 checkpoint of the real structure, on one GPU, by the plugin alone.
+"""vLLM serves adapters on checkpoints of the real structure, on one GPU, by the plugin alone.
 
 Runs in the vLLM environment, without Megatron: the adapters are random, and merged by plain PyTorch. The
 package must be installed (editable will do), for vLLM finds the plugin by its entry point. FlashInfer
@@ -21,7 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kimi_bridge.checkpoint import synthesize_checkpoint
+from kimi_bridge.checkpoint import FAMILIES, synthesize_checkpoint
 from tests.inference.adapters import ATTENTION, EXPERTS, ROUTER, SHARED, merge, random_adapter, save_adapter
 from tests.inference.vllm_cpu import free_port
 
@@ -47,13 +47,14 @@ PATTERNS = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints, adapters, prompts, and a plan of where they are."""
-    folder = tmp_path_factory.mktemp("vllm")
-    int4 = calm(synthesize_checkpoint(folder / "int4", size="small"))
+    folder = tmp_path_factory.mktemp(request.param)
+    # Kimi K2.5's in INT4.
+    base = calm(synthesize_checkpoint(folder / "base", size="small", family=request.param))
     adapters = {
-        name: random_adapter(int4, pattern, rank=16, seed=seed, size=0.3)
+        name: random_adapter(base, pattern, rank=16, seed=seed, size=0.3)
         for seed, (name, pattern) in enumerate(PATTERNS.items())
     }
     if MEGATRON:
@@ -61,13 +62,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         adapters["megatron"] = config, load_file(Path(MEGATRON) / "adapter_model.safetensors")
     merged = {
         name: merge(
-            calm(synthesize_checkpoint(folder / "merged" / name, size="small", int4=False)), adapters[name][1]
+            calm(
+                synthesize_checkpoint(
+                    folder / "merged" / name, size="small", int4=False, family=request.param
+                )
+            ),
+            adapters[name][1],
         )
         for name in MERGED
     }
     generator = torch.Generator().manual_seed(0)
     plan = {
-        "int4": str(int4),
+        "base": str(base),
         "merged": {name: str(path) for name, path in merged.items()},
         "adapters": {
             name: str(save_adapter(folder / "adapters" / name, *adapter))
@@ -186,7 +192,7 @@ def test_swapped_over_http(found: dict[str, Any], folder: Path) -> None:
     """`vllm serve MODEL --enable-lora` in processes of its own, an adapter loaded, swapped and unloaded."""
     plan = json.loads((folder / "plan.json").read_text())
     port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", plan["int4"], "--enable-lora"]
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", plan["base"], "--enable-lora"]
     command += ["--max-lora-rank", "16", "--max-model-len", "256", "--enforce-eager", "--language-model-only"]
     # Without a tokenizer: the server would otherwise ask for an image processor, which is not there.
     command += ["--skip-tokenizer-init", "--served-model-name", "base", "--port", str(port)]

@@ -38,7 +38,7 @@ LORA = {
 
 
 def adapters(folder: Path) -> dict[str, Any]:
-    """The engine with LoRA on the INT4 checkpoint."""
+    """The engine with LoRA on the base checkpoint."""
     import vllm.lora.ops.triton_ops.utils as lora_kernels
     from safetensors.torch import load_file
     from vllm.lora.request import LoRARequest
@@ -48,7 +48,7 @@ def adapters(folder: Path) -> dict[str, Any]:
     # By default they add up in any order, and where two tokens are as likely either is sampled.
     lora_kernels.is_batch_invariant = True
     plan = json.loads((folder / "plan.json").read_text())
-    llm = engine(plan["int4"], **LORA)
+    llm = engine(plan["base"], **LORA)
     paths = {name: Path(path) for name, path in plan["adapters"].items()}
 
     def from_disk(name: str, lora_id: int) -> Any:

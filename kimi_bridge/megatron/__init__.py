@@ -1,10 +1,16 @@
-"""The Megatron side. Importing this package registers the bridges of `checkpoint.FAMILIES` with Megatron-Bridge.
+"""The Megatron side. Importing it registers the bridges of Kimi K2.5 and Kimi-VL with Megatron-Bridge.
 
 import kimi_bridge.megatron
 bridge = AutoBridge.from_hf_pretrained("moonshotai/Kimi-K2.5")
 """
 
-from kimi_bridge.megatron.bridge import KimiK25TextBridge, assert_registered, ensure_text_only, register
+from kimi_bridge.megatron.bridge import (
+    KimiK25TextBridge,
+    KimiVLTextBridge,
+    assert_registered,
+    ensure_text_only,
+    register,
+)
 from kimi_bridge.megatron.lora import (
     AdapterStream,
     LoadedAdapter,
@@ -21,6 +27,7 @@ __all__ = [
     "AdapterStream",
     "FakeInt4Report",
     "KimiK25TextBridge",
+    "KimiVLTextBridge",
     "LoadedAdapter",
     "assert_registered",
     "disable_fake_int4",

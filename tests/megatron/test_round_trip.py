@@ -14,6 +14,7 @@ from kimi_bridge.checkpoint import (
     CheckpointReader,
     CheckpointWriter,
     TensorSpec,
+    quantize_checkpoint,
     synthesize_checkpoint,
     verify_checkpoints,
 )
@@ -42,6 +43,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     synthesize_checkpoint(folder / "eps", overrides={"rms_norm_eps": 1e-6})
     synthesize_checkpoint(folder / "eps_no_q_lora", overrides={"rms_norm_eps": 1e-6, "q_lora_rank": None})
     synthesize_checkpoint(folder / "kimi_vl", family="kimi_vl")
+    quantize_checkpoint(folder / "kimi_vl", folder / "kimi_vl_int4")
     synthesize_checkpoint(
         folder / "kimi_vl_four_layers", family="kimi_vl", overrides={"num_hidden_layers": 4}
     )
@@ -61,7 +63,7 @@ def test_production_spec_over_all_layouts(layout: Layout, ranks: Ranks, source: 
     assert_identical(source, tmp_path / "out")
 
 
-@pytest.mark.parametrize("kind", ["kimi", "rtn", "no_q_lora", "bf16"])
+@pytest.mark.parametrize("kind", ["kimi", "rtn", "no_q_lora", "bf16", "kimi_vl_int4"])
 def test_every_kind_of_checkpoint(kind: str, ranks: Ranks, sources: dict[str, Path], tmp_path: Path) -> None:
     layout = Layout(tp=2, pp=2, ep=2, etp=1)
     ranks.run("round_trip", src=str(sources[kind]), dst=str(tmp_path / "out"), layout=layout)

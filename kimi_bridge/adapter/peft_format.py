@@ -101,10 +101,14 @@ class Adapter:
 
     def tensors(self, module: str) -> tuple[Tensor, Tensor]:
         """A `[r, in]` and B `[out, r]`. Raises CheckpointError for NaN or Inf."""
-        pair = [self._reader.tensor(name) for name in self._pairs[module]]
-        for name, tensor in zip(self._pairs[module], pair, strict=True):
-            check_finite(name, tensor, self.path)
-        return pair[0], pair[1]
+        return self.tensor(module, "A"), self.tensor(module, "B")
+
+    def tensor(self, module: str, part: Part) -> Tensor:
+        """One of the two, without reading the other. Raises CheckpointError for NaN or Inf."""
+        name = self._pairs[module][_PARTS.index(part)]
+        tensor = self._reader.tensor(name)
+        check_finite(name, tensor, self.path)
+        return tensor
 
     def _spec(self, module: str) -> ModuleSpec:
         a, b = self.infos(module)

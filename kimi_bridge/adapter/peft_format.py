@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kimi_bridge.adapter.patterns import by_kind, rank_patterns, target_modules
 from kimi_bridge.adapter.peft_config import CONFIG_NAME, by_pattern, read_config
-from kimi_bridge.checkpoint.files import plain_disk_errors, write_json
+from kimi_bridge.checkpoint.files import destination, plain_disk_errors, write_json
 from kimi_bridge.checkpoint.reader import CheckpointReader
 from kimi_bridge.checkpoint.shards import TensorInfo
 from kimi_bridge.checkpoint.triplets import SCALE_DTYPES
@@ -233,7 +233,7 @@ def adapter_writer(dst: str | Path, plan: AdapterPlan, overwrite: bool = False) 
     Raises:
         CheckpointError: a folder in use, or one with weights that are no adapter, which are not replaced.
     """
-    others = [path.name for path in Path(dst).glob("*.safetensors") if path.name != WEIGHTS_NAME]
+    others = [path.name for path in destination(dst).glob("*.safetensors") if path.name != WEIGHTS_NAME]
     if others:
         raise CheckpointError(
             f"{dst} holds {sorted(others)[0]}, which is no adapter: choose another folder for the adapter."

@@ -13,6 +13,7 @@ from kimi_bridge.checkpoint import convert as convert_module
 from kimi_bridge.checkpoint import (
     dequantize_checkpoint,
     quantize_checkpoint,
+    synthesize_checkpoint,
     truncate_checkpoint,
 )
 from kimi_bridge.checkpoint.convert_plan import plan_dequantize
@@ -154,3 +155,23 @@ def test_a_config_without_text(spoiled: Path, tmp_path: Path) -> None:
     edit_json(spoiled / "config.json", lambda config: config.pop("text_config"))
     with pytest.raises(CheckpointError, match="text_config"):
         truncate_checkpoint(spoiled, tmp_path / "out", 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a" * 300, "File name too long"),
+        ("a\0b", "holds a zero byte"),
+        ("dangling", "is a link to"),
+        ("dangling/below", "is a link to"),
+        ("file/below", "is a file"),
+    ],
+)
+def test_destinations_that_cannot_be(name: str, message: str, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    dst = tmp_path / name
+    for job in (lambda: dequantize_checkpoint(tiny, dst), lambda: synthesize_checkpoint(dst, size="tiny")):
+        with pytest.raises(CheckpointError, match=message):
+            job()
+    assert {path.name for path in tmp_path.iterdir()} == {"dangling", "file"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +14,7 @@ from kimi_bridge.checkpoint.convert_pool import LocalWorkers
 from kimi_bridge.checkpoint.convert_ray import RayWorkers
 from kimi_bridge.checkpoint.convert_staging import Staging, check_folders
 from kimi_bridge.checkpoint.convert_units import Unit
+from kimi_bridge.checkpoint.cores import usable_cores
 from kimi_bridge.conversion.jobs import Copy, Findings, Job, Loose, Piece, Reply
 from kimi_bridge.errors import CheckpointError
 from kimi_bridge.int4 import KIMI_QAT, Int4Scheme
@@ -225,7 +225,7 @@ def _workers(options: Options, total: int) -> LocalWorkers | RayWorkers:
     if options.ray_address is not None:
         return RayWorkers(options.ray_address, options.workers)
     # A process takes longer to start than a piece takes to write.
-    return LocalWorkers(min(options.workers or min(8, os.cpu_count() or 1), max(1, total // _PIECE_BYTES)))
+    return LocalWorkers(min(options.workers or min(8, usable_cores()), max(1, total // _PIECE_BYTES)))
 
 
 def _take(findings: Findings, found: Findings, plan: Plan, options: Options) -> None:

@@ -1,5 +1,6 @@
 """Conversions with settings or folders that cannot be: refused, and nothing of what is there is lost."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,19 @@ def test_a_bug_in_a_worker_keeps_its_traceback(tiny: Path, tmp_path: Path) -> No
     piece.jobs.append(("no job", (0,)))  # type: ignore[arg-type]
     assert "AttributeError" in answer(piece).bug
     keeper.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system has no affinity")
+def test_workers_share_the_cores_that_they_may_use() -> None:
+    allowed = os.sched_getaffinity(0)
+    try:
+        with LocalWorkers(1) as workers:
+            assert workers.threads == len(allowed)
+        os.sched_setaffinity(0, {min(allowed)})
+        with LocalWorkers(1) as workers:
+            assert workers.threads == 1
+    finally:
+        os.sched_setaffinity(0, allowed)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"identity": 1, "publishing": false, "shards": {}}'])

@@ -21,6 +21,8 @@ from kimi_bridge.int4 import KIMI_QAT, Int4Scheme
 
 # Of output. Small enough for an even load and a smooth progress bar, large enough to be worth an order.
 _PIECE_BYTES = 1 << 26
+# Of output. To import torch takes a process as long as to convert one or two gigabytes.
+_PROCESSES_FROM = 16 << 30
 
 Progress = Callable[[int, int], None]
 """Called with the bytes written so far and the bytes to write."""
@@ -224,8 +226,8 @@ def _fill(plan: Plan, staging: Staging, todo: list[str], findings: Findings, opt
 def _workers(options: Options, total: int) -> LocalWorkers | RayWorkers:
     if options.ray_address is not None:
         return RayWorkers(options.ray_address, options.workers)
-    # A process takes longer to start than a piece takes to write.
-    return LocalWorkers(min(options.workers or min(8, usable_cores()), max(1, total // _PIECE_BYTES)))
+    count = min(options.workers or min(8, usable_cores()), max(1, total // _PIECE_BYTES))
+    return LocalWorkers(count, in_threads=total < _PROCESSES_FROM)
 
 
 def _take(findings: Findings, found: Findings, plan: Plan, options: Options) -> None:

@@ -27,18 +27,23 @@ _SECONDS_TO_END = 30.0
 class LocalWorkers:
     """`count` workers: a thread of this process, and processes. Each has `threads` threads for its share.
 
-    The thread is at work while the processes still import torch, and alone where there is little to do. A
-    context manager: leaving it ends them.
+    The thread is at work while the processes still import torch. With `in_threads` all are threads of this
+    process, which spares those imports; but many would wait for Python's lock. A context manager: leaving it
+    ends them.
     """
 
     whole_shards = False
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, in_threads: bool = False) -> None:
         self.count = count
         self._threads_before = torch.get_num_threads()
         self.threads = max(1, usable_cores() // count)
-        self._processes = [_Process(self.threads) for _ in range(count - 1)]
-        self._workers: list[_Here | _Process] = [_Here(self.threads), *self._processes]
+        here = count if in_threads else 1
+        self._processes = [_Process(self.threads) for _ in range(count - here)]
+        self._workers: list[_Here | _Process] = [
+            *(_Here(self.threads) for _ in range(here)),
+            *self._processes,
+        ]
         self._stopping = threading.Event()
         self._replies: queue.Queue[Reply | BaseException | None] = queue.Queue()
         self._threads: list[threading.Thread] = []

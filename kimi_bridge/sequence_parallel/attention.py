@@ -82,10 +82,10 @@ def _check(
             f"{type(module).__name__} got {key.shape[2]} keys for {part} queries: Ulysses shards whole "
             "sequences, not steps of a generation; call transformers_ulysses.undo() before generating."
         )
-    if attention_mask is not None and attention_mask.ndim != 2:
+    if attention_mask is not None and attention_mask.shape != (query.shape[0], part):
         raise KimiBridgeError(
-            f"An attention mask of shape {tuple(attention_mask.shape)} cannot be sharded: pass none, or "
-            "this rank's part of the [batch, sequence] padding mask."
+            f"An attention mask of shape {tuple(attention_mask.shape)} does not fit this rank's "
+            f"{query.shape[0]} x {part} tokens: pass none, or its part of the [batch, sequence] padding mask."
         )
 
 

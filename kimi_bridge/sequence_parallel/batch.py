@@ -125,10 +125,10 @@ def embed(
     """
     # A placeholder's id may lie outside the vocabulary.
     embedded = embedding(shard.input_ids.masked_fill(shard.image_mask, 0))
+    if features is None and shard.image_row_count == 0:
+        return embedded
     count = 0 if features is None else len(features)
     if features is None or count not in (shard.image_row_count, len(shard.image_rows)):
-        if count == shard.image_row_count:
-            return embedded
         raise KimiBridgeError(
             f"{count} image features for {shard.image_row_count} placeholders in the batch "
             f"({len(shard.image_rows)} in this shard): give the features of the whole batch, or those of "

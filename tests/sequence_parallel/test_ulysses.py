@@ -1,0 +1,22 @@
+"""A model under Ulysses gives the logits and gradients of one process: real gloo ranks, float32."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.sequence_parallel.ranks import Ranks
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("q_lora_rank", [None, 24])
+@pytest.mark.parametrize(
+    ("kind", "length"),
+    [("plain", 48), ("plain", 43), ("packed", 43), ("packed rows", 43), ("right", 40), ("left", 41)],
+)
+def test_mla_parity(ranks: Ranks, size: int, q_lora_rank: int | None, kind: str, length: int) -> None:
+    for found in ranks.run("parity", size, model="deepseek", arguments=(q_lora_rank,), kind=kind, length=length):
+        assert found["said"].startswith("transformers' attention interface is sharded")
+        assert found["scale"] > 1
+        assert found["logits"] < 1e-5
+        assert found["loss"] < 1e-5
+        assert found["gradients"] < 1e-4

@@ -67,9 +67,7 @@ def ulysses_attention(
     return sequence_to_ranks(output[..., :value_width], group)
 
 
-def _check(
-    module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, size: int
-) -> None:
+def _check(module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, size: int) -> None:
     heads, part = query.shape[1], query.shape[2]
     if heads % size:
         allowed = ", ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)

@@ -14,7 +14,9 @@ from tests.sequence_parallel.ranks import Ranks
     [("plain", 48), ("plain", 43), ("packed", 43), ("packed rows", 43), ("right", 40), ("left", 41)],
 )
 def test_mla_parity(ranks: Ranks, size: int, q_lora_rank: int | None, kind: str, length: int) -> None:
-    for found in ranks.run("parity", size, model="deepseek", arguments=(q_lora_rank,), kind=kind, length=length):
+    for found in ranks.run(
+        "parity", size, model="deepseek", arguments=(q_lora_rank,), kind=kind, length=length
+    ):
         assert found["said"].startswith("transformers' attention interface is sharded")
         assert found["scale"] > 1
         assert found["logits"] < 1e-5

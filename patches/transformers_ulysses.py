@@ -43,9 +43,9 @@ _applied: _Applied | None = None
 def apply(process_group: dist.ProcessGroup | None, model: nn.Module | None = None) -> str:
     """Shards attention over the ranks of `process_group` (None: all). Returns what it did, in one sentence.
 
-    Each rank then gives the model its part of the batch (`kimi_bridge.sequence_parallel.shard_batch`). A group
-    of one rank changes nothing. Calling it again is the same as calling it once; with another group, that
-    one holds from then on. Raises KimiBridgeError for a `model` whose own attention class does not fit.
+    Each rank then gives the model its part of the batch (`kimi_bridge.sequence_parallel.shard_batch`). A
+    group of one rank changes nothing. Calling it again is the same as calling it once; with another group,
+    that one holds from then on. Raises KimiBridgeError for a `model` whose own attention does not fit.
     """
     global _applied
     size = group_size(process_group)
@@ -137,8 +137,8 @@ def _override_mask(applied: _Applied, name: str) -> None:
         _override_attention(_applied, kwargs["config"]._attn_implementation)
         if kwargs.get("local_size") is not None or _looks_ahead(**kwargs):
             raise KimiBridgeError(
-                "Ulysses shards plain causal attention: sliding windows, chunks and blocks that see ahead are "
-                "not covered."
+                "Ulysses shards plain causal attention: sliding windows, chunks and blocks that see ahead "
+                "are not covered, load the model with full attention."
             )
         return kwargs.get("attention_mask")
 

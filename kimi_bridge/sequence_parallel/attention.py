@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ _STRUCTURE = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", 
 
 def ulysses_attention(
     inner: Callable[..., tuple[Tensor, Any]],
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -41,8 +42,7 @@ def ulysses_attention(
     attention functions; `varlen` says that it takes cumulative lengths. The boundaries of sequences come
     from `cu_seq_lens_q`, of the whole flattened batch, or else from this part's `position_ids`.
     """
-    heads, part = query.shape[1], query.shape[2]
-    size = group_size(group)
+    heads, size = query.shape[1], group_size(group)
     _check(module, query, key, attention_mask, size)
     lengths = _lengths(module, query, attention_mask, group, kwargs)
 
@@ -147,13 +147,13 @@ def _attend(
     if bounds == list(range(0, batch * whole + 1, whole)):
         return inner(module, query, key, value, None, **kwargs)[0]
     if varlen:
-        longest = max(end - start for start, end in zip(bounds, bounds[1:], strict=False))
+        longest = max(end - start for start, end in pairwise(bounds))
         flat = [states.transpose(0, 1).flatten(1, 2).unsqueeze(0) for states in (query, key, value)]
         packed = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths}
         packed |= {"max_length_q": longest, "max_length_k": longest}
         return inner(module, *flat, None, **kwargs, **packed)[0].unflatten(1, (batch, whole)).squeeze(0)
     outputs = []
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in pairwise(bounds):
         row, first = divmod(start, whole)
         place = (slice(row, row + 1), slice(None), slice(first, first + end - start))
         outputs.append(inner(module, query[place], key[place], value[place], None, **kwargs)[0])

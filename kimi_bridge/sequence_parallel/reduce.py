@@ -1,4 +1,4 @@
-"""From this rank's logits to the loss or the logits of the whole batch, with the gradients that belong to it."""
+"""From one rank's logits to the whole batch's loss or logits, with the gradients that belong to them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def token_mean_loss(
     group: dist.ProcessGroup | None = None,
     gradients: Gradients = "averaged",
 ) -> Tensor:
-    """Cross entropy per token of the whole batch: the sum over all ranks by the tokens (weights) of all ranks.
+    """Cross entropy per token of the whole batch: all ranks' sum divided by all ranks' tokens (weights).
 
     logits [batch, part, vocabulary] of this rank's shard; float32 scalar, the same value on every rank.
     `group` are all ranks that hold tokens of this step (None: all; with data parallelism they are more than

@@ -23,6 +23,6 @@ def segment_starts(position_ids: Tensor, attention_mask: Tensor | None = None) -
 
 
 def cumulative_lengths(starts: Tensor) -> Tensor:
-    """Offsets of the sequences in the flattened batch and its length: int32, as flash attention takes them."""
+    """Offsets of the sequences in the flattened batch, and its length: int32, as flash attention has it."""
     offsets = starts.flatten().nonzero().flatten()
     return torch.cat([offsets, offsets.new_tensor([starts.numel()])]).int()

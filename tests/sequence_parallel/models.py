@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ def deepseek(q_lora_rank: int | None, **changes: Any) -> nn.Module:
     """DeepSeek-V3's architecture; its weights are large enough that attention is not uniform."""
     torch.manual_seed(1)
     config = DeepseekV3Config(
-        **{**MLA, "q_lora_rank": q_lora_rank, **changes}, initializer_range=0.2, attn_implementation="sdpa"
+        **{**MLA, "q_lora_rank": q_lora_rank, "initializer_range": 0.2, **changes},
+        attn_implementation="sdpa",
     )
     return DeepseekV3ForCausalLM(config)
 
@@ -63,7 +65,7 @@ def batch(kind: str, length: int) -> dict[str, Tensor]:
     if kind in ("packed", "packed rows"):
         # Sequences of several lengths, one of a single token, none of which ends at a shard's boundary.
         cuts = [(0, 7, 8, 23, length), (0, 13, 30, 31, length)][:rows]
-        positions = [torch.cat([torch.arange(b - a) for a, b in zip(c, c[1:], strict=False)]) for c in cuts]
+        positions = [torch.cat([torch.arange(b - a) for a, b in pairwise(c)]) for c in cuts]
         made["position_ids"] = torch.stack(positions)
         made["labels"][made["position_ids"] == 0] = -100
     if kind in ("right", "left"):

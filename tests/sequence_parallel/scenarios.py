@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional
 
 from kimi_bridge.patches import transformers_ulysses
 from kimi_bridge.sequence_parallel import (
@@ -49,6 +48,47 @@ def parity(group: Any, model: str, kind: str, length: int, arguments: tuple = ()
         "tokens": shard.input_ids.numel(),
         "traffic": (traffic.forward, traffic.backward),
     }
+
+
+def half_precision(group: Any, kind: str, length: int, implementation: str, device: str) -> dict:
+    """How far bfloat16 logits and gradients of one rank and of all are from one rank's in float32.
+
+    A dense model with MLA's real head widths: with experts, near ties would send tokens elsewhere.
+    """
+    widths = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+    }
+    widths |= {"kv_lora_rank": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    # Depth and range keep the softmax far from both uniform and one-hot.
+    exact = models.deepseek(None, **widths, first_k_dense_replace=2, initializer_range=0.05).to(device)
+    half = models.deepseek(None, **widths, first_k_dense_replace=2, initializer_range=0.05).to(device)
+    for parameter in half.parameters():
+        parameter.data = parameter.data.bfloat16()
+    exact.load_state_dict({name: tensor.float() for name, tensor in half.state_dict().items()})
+    half.set_attn_implementation(implementation)
+    batch = {name: tensor.to(device) for name, tensor in models.batch(kind, length).items()}
+    real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+
+    results = {}
+    for name, model in (("exact", exact), ("alone", half)):
+        logits, loss = whole(model, batch)
+        results[name] = logits[real].float(), flat(gradients(model, loss))
+    half.zero_grad(set_to_none=True)
+    transformers_ulysses.apply(group)
+    shard = cut(batch, group)
+    logits = half(shard.input_ids, use_cache=False, **shard.attention_kwargs()).logits
+    found = flat(gradients(half, token_mean_loss(logits, shard, group, gradients="summed")))
+    dist.all_reduce(found, group=group)
+    results["ulysses"] = gather_sequence(logits.detach(), shard)[real].float(), found
+    expected = results.pop("exact")
+    return {name: [relative(a, b) for a, b in zip(r, expected, strict=True)] for name, r in results.items()}
+
+
+def flat(tensors: dict[str, Tensor]) -> Tensor:
+    return torch.cat([tensors[name].flatten().float() for name in sorted(tensors)])
 
 
 def whole(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -3,9 +3,10 @@
 
     python benchmarks/ulysses_training.py
 
-Four gloo processes on a CPU: two batches at a time (data parallel 2), each over two ranks (Ulysses 2), weights
-sharded over all four. A DeepSeek-V3 model with experts, and a projector from synthetic image patches, learn
-packed documents whose captions only their images tell. The run in one process uses nothing of this library.
+Four gloo processes on a CPU: two batches at a time (data parallel 2), each over two ranks (Ulysses 2), and
+weights sharded over all four. A DeepSeek-V3 model with experts, and a projector from synthetic image patches,
+learn packed documents whose captions only their images tell. The run in one process uses nothing of this
+library.
 """
 
 from __future__ import annotations
@@ -87,9 +88,7 @@ def main() -> int:
     largest = max(abs(a - b) for a, b in zip(alone, together, strict=True))
     print(f"\nlargest difference {largest:.1e}; images that lay across ranks: {straddled}")
     if largest > options.tolerance or together[-1] >= together[0] or not straddled:
-        print(
-            "the runs do not agree, or the loss did not fall, or no image lay across ranks", file=sys.stderr
-        )
+        print("the runs differ, or the loss did not fall, or no image lay across ranks", file=sys.stderr)
         return 1
     return 0
 
@@ -151,15 +150,14 @@ def build() -> Model:
 
 
 def batch(step: int, index: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Three documents packed into one row: ids, positions, labels [1, tokens]; patches [rows, PATCH_WIDTH]."""
+    """Three documents in one row: ids, positions, labels [1, tokens]; patches [rows, PATCH_WIDTH]."""
     generator = torch.Generator().manual_seed(1000 * step + index)
     prototypes = torch.randn(IMAGES, PATCH_WIDTH, generator=torch.Generator().manual_seed(7))
     ids, positions, labels, patches = [], [], [], []
     for _ in range(3):
         kind = int(torch.randint(IMAGES, (), generator=generator))
-        prompt = torch.randint(
-            1, 40, (int(torch.randint(5, 30, (), generator=generator)),), generator=generator
-        )
+        length = int(torch.randint(5, 30, (), generator=generator))
+        prompt = torch.randint(1, 40, (length,), generator=generator)
         image = torch.full((PATCHES,), IMAGE)
         caption = 1 + (torch.arange(CAPTION) * (2 * kind + 1) + 11 * kind) % 40
         document = torch.cat([prompt, image, caption])

@@ -7,6 +7,7 @@ module has, whatever its class is called.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -57,6 +58,7 @@ def sharded_forward(cls: type, attention: Callable[[nn.Module], Callable[..., An
     """
     rotate = _globals(cls)["apply_rotary_pos_emb"]
 
+    @functools.wraps(cls.forward)  # type: ignore[attr-defined]
     def forward(
         self: Any,
         hidden_states: Tensor,

@@ -30,6 +30,16 @@ MLA = {
     "max_position_embeddings": 512,
 }
 
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "initializer_range": 0.2,
+}
+
 
 def deepseek(q_lora_rank: int | None, **changes: Any) -> nn.Module:
     """DeepSeek-V3's architecture; its weights are large enough that attention is not uniform."""
@@ -43,17 +53,12 @@ def deepseek(q_lora_rank: int | None, **changes: Any) -> nn.Module:
 
 def llama(heads: int, key_value_heads: int) -> nn.Module:
     torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=8 * heads,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=heads,
-        num_key_value_heads=key_value_heads,
-        initializer_range=0.2,
-        attn_implementation="sdpa",
-    )
-    return LlamaForCausalLM(config)
+    heads_and_width = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_value_heads,
+        "hidden_size": 8 * heads,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**SMALL, **heads_and_width}, attn_implementation="sdpa"))
 
 
 def batch(kind: str, length: int) -> dict[str, Tensor]:

@@ -1,11 +1,13 @@
 """Four gloo ranks that live for the whole session and run one scenario after another, on 1, 2 or 4 of them.
 
-A scenario is a function of `tests.sequence_parallel.scenarios` whose first argument is the process group; all
-ranks run it, in groups of the size that was asked for.
+A scenario is a function of `tests.sequence_parallel.scenarios`, or MODULE.FUNCTION of
+`tests.sequence_parallel`, whose first argument is the process group; all ranks run it, in groups of the size
+that was asked for.
 """
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import tempfile
 import traceback
@@ -60,7 +62,6 @@ def _serve(rank: int, rendezvous: str, pipe: Any) -> None:
     import torch.distributed as dist
 
     from kimi_bridge.patches import transformers_ulysses
-    from tests.sequence_parallel import scenarios
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD_SIZE)
@@ -69,7 +70,9 @@ def _serve(rank: int, rendezvous: str, pipe: Any) -> None:
         scenario, size, kwargs = job
         torch.manual_seed(0)
         try:
-            pipe.send((False, getattr(scenarios, scenario)(groups[size], **kwargs)))
+            name, _, function = scenario.rpartition(".")
+            module = importlib.import_module(f"tests.sequence_parallel.{name or 'scenarios'}")
+            pipe.send((False, getattr(module, function)(groups[size], **kwargs)))
         except Exception:
             pipe.send((True, traceback.format_exc()))
         finally:

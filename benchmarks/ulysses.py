@@ -61,6 +61,8 @@ def main() -> None:
     else:
         torch.set_num_threads(1)
     kernels = working_kernels(device)
+    if device.type == "cuda" and not kernels:
+        raise SystemExit("none of sdpa's kernels takes MLA's head widths on this GPU")
     names = ", ".join(kernel.name.lower() for kernel in kernels) or "any"
     say(f"{dist.get_world_size()} ranks, {device_name(device)}, torch {torch.__version__}; sdpa: {names}\n")
     alone = dist.new_subgroups(1)[0]
@@ -196,7 +198,9 @@ def working_kernels(device: torch.device) -> list[SDPBackend]:
         ]
         try:
             with sdpa_kernel(kernel):
-                functional.scaled_dot_product_attention(*states, is_causal=True).sum().backward()
+                # As transformers calls it.
+                attended = functional.scaled_dot_product_attention(*states, is_causal=True, enable_gqa=True)
+                attended.sum().backward()
             found.append(kernel)
         except RuntimeError:
             continue

@@ -50,6 +50,19 @@ def test_parts_make_up_the_batch(ranks: Ranks, size: int, kind: str, length: int
         assert bounds[:-1] == [0, 7, 8, 23] + [length] * bool(padding)
 
 
+def test_a_sequence_does_not_predict_the_next() -> None:
+    ids = torch.arange(1, 8)[None]
+    shard = shard_batch(ids, ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 0, 1]]))
+    assert shard.targets.tolist() == [[2, 3, -100, 5, -100, 7, -100]]
+    assert shard.weights.tolist() == [[1, 1, 0, 1, 0, 1, 0]]
+
+
+def test_padding_is_one_run() -> None:
+    """Whatever positions it was given: attention then meets it once, not token by token."""
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 0, 0, 0, 0]])
+    assert shard_batch(torch.ones_like(mask), attention_mask=mask).cu_seqlens.tolist() == [0, 3, 6, 8, 12]
+
+
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("needed_only", [False, True])
 def test_images_across_boundaries(ranks: Ranks, size: int, needed_only: bool) -> None:

@@ -118,12 +118,12 @@ def train_rank(rank: int, folder: str, steps: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=4)
     mesh = init_device_mesh("cpu", (BATCHES, 4 // BATCHES), mesh_dim_names=("data", "sequence"))
-    sequence = mesh["sequence"].get_group()
+    sequence, every = mesh["sequence"].get_group(), mesh._flatten()
     transformers_ulysses.apply(sequence)
     model = build()
     for layer in model.language.model.layers:
-        fully_shard(layer, mesh=mesh._flatten())
-    fully_shard(model, mesh=mesh._flatten())
+        fully_shard(layer, mesh=every)
+    fully_shard(model, mesh=every)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses, straddled = [], 0
     for step in range(steps):

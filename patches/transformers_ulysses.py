@@ -12,7 +12,6 @@ the forward of its attention class if that is DeepSeek-V3's in all its parts, an
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +26,9 @@ from kimi_bridge.errors import KimiBridgeError
 from kimi_bridge.sequence_parallel.attention import ulysses_attention
 from kimi_bridge.sequence_parallel.exchange import group_size
 from kimi_bridge.sequence_parallel.remote import remote_attention_classes, sharded_forward
+
+# Eager attention lives in each modeling file, and flex attention needs a mask of the whole sequence.
+_UNSHARDED = ("eager", "flex_attention")
 
 
 @dataclass
@@ -57,7 +59,7 @@ def apply(process_group: dist.ProcessGroup | None, model: nn.Module | None = Non
     if _applied is None:
         _applied = _Applied(process_group)
     _applied.group = process_group
-    for name in ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]:
+    for name in ALL_ATTENTION_FUNCTIONS.valid_keys():
         _override_attention(_applied, name)
     for name in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys():
         _override_mask(_applied, name)
@@ -88,9 +90,9 @@ def undo() -> str:
 
 def _override_attention(applied: _Applied, name: str) -> None:
     # Paged attention serves generation, from a cache.
-    if name in applied.attention or name.startswith("paged|"):
+    if name in (*applied.attention, *_UNSHARDED) or name.startswith("paged|"):
         return
-    inner = ALL_ATTENTION_FUNCTIONS.get(name)
+    inner = ALL_ATTENTION_FUNCTIONS[name]
 
     def attention(
         module: nn.Module,
@@ -102,11 +104,7 @@ def _override_attention(applied: _Applied, name: str) -> None:
     ) -> tuple[Tensor, Any]:
         causal = kwargs.get("is_causal")
         if not (getattr(module, "is_causal", True) if causal is None else causal):
-            return (inner or _eager(module))(module, query, key, value, attention_mask, **kwargs)
-        if inner is None or name == "flex_attention":
-            raise KimiBridgeError(
-                f"Ulysses does not shard {name} attention: model.set_attn_implementation('sdpa'), or flash."
-            )
+            return inner(module, query, key, value, attention_mask, **kwargs)
         output = ulysses_attention(
             inner,
             module,
@@ -133,6 +131,10 @@ def _override_mask(applied: _Applied, name: str) -> None:
         # transformers copies this entry when it loads a kernel; such a copy outlives undo().
         if _applied is None or "allow_is_bidirectional_skip" in kwargs:
             return inner(*args, **kwargs)
+        if name in _UNSHARDED:
+            raise KimiBridgeError(
+                f"Ulysses does not shard {name} attention: model.set_attn_implementation('sdpa'), or flash."
+            )
         # A kernel that was loaded after apply() has its own name.
         _override_attention(_applied, kwargs["config"]._attn_implementation)
         if kwargs.get("local_size") is not None or _looks_ahead(**kwargs):
@@ -166,8 +168,3 @@ def _attention_of(module: nn.Module) -> Callable[..., Any]:
     """What a class of remote code attends with: flash attention where it did, else sdpa."""
     name = module.config._attn_implementation  # type: ignore[union-attr]
     return ALL_ATTENTION_FUNCTIONS["sdpa" if name in (None, "eager") else name]
-
-
-def _eager(module: nn.Module) -> Callable[..., Any]:
-    """transformers' modeling files keep eager attention to themselves."""
-    return sys.modules[type(module).__module__].eager_attention_forward

@@ -77,6 +77,7 @@ def test_imports_point_downward(file: Path) -> None:
         ("import kimi_bridge", ("torch", "transformers", "megatron", "vllm", "ray")),
         ("import kimi_bridge.checkpoint", ("megatron", "transformer_engine", "vllm", "ray")),
         ("import kimi_bridge.inference", ("megatron", "transformer_engine", "transformers", "vllm", "ray")),
+        ("import kimi_bridge.sequence_parallel", ("megatron", "transformers", "vllm", "ray")),
         ("import kimi_bridge.ray_env", ("torch", "transformers", "megatron", "vllm", "ray")),
         ("import kimi_bridge.cli", ("torch", "transformers", "megatron", "vllm", "ray")),
     ],

@@ -18,7 +18,7 @@ from transformers import (
     SiglipVisionModel,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kimi_bridge.errors import KimiBridgeError
@@ -295,6 +295,10 @@ def refused(group: Any, case: str) -> str:
         if case == "cache":
             cache = model(ids, use_cache=True, **kwargs).past_key_values
             model(ids[:, :1], past_key_values=cache, position_ids=torch.tensor([[8]]))
+        if case == "blocks":
+            # What models do whose image tokens see each other.
+            blocks, embeds = torch.tensor([[-1, 0, 0, 0, -1, -1, -1, -1]]), torch.zeros(1, 8, 4)
+            create_causal_mask(model.config, embeds, None, None, block_sequence_ids=blocks)
         model(ids, use_cache=False, **kwargs)
     except KimiBridgeError as error:
         return str(error)

@@ -129,6 +129,7 @@ REFUSED = {
     "four dimensions": "shape (1, 1, 8, 8) does not fit",
     "lengths": "cu_seq_lens_q ends at 8, the sharded batch has 1 x 32 tokens",
     "window": "sliding windows, chunks and blocks that see ahead are not covered",
+    "blocks": "blocks that see ahead are not covered",
     "eager": "Ulysses does not shard eager attention: model.set_attn_implementation('sdpa')",
     "flex_attention": "Ulysses does not shard flex_attention attention",
     "class": "LatentFreeAttention computes attention by itself and is not DeepSeek-V3's (no num_heads, ",

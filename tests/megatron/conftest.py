@@ -17,7 +17,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the adapters' tests Kimi-VL runs those that its queries matter to; with KIMI_BRIDGE_ALL_TESTS, all."""
+    """Of the adapters' tests Kimi-VL runs those its queries matter to; with KIMI_BRIDGE_ALL_TESTS all."""
     if os.environ.get("KIMI_BRIDGE_ALL_TESTS"):
         return
     skipped = [

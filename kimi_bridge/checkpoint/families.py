@@ -54,6 +54,15 @@ VISION_PREFIXES = (VISION_TOWER, *(family.projector for family in _ROWS))
 """Names of tensors that no trainer touches begin with one of these."""
 
 
+def is_carried(name: str) -> bool:
+    """Whether a tensor goes from checkpoint to checkpoint as it is, and into no trainer.
+
+    The vision side's do, and the rotary frequencies, which follow from the config, that some checkpoints keep
+    beside the weights (Moonlight's does: https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/1838).
+    """
+    return name.startswith(VISION_PREFIXES) or name.endswith(".rotary_emb.inv_freq")
+
+
 def family_of(model_type: Any, where: str = "config.json") -> Family:
     """The row of a model_type. Raises CheckpointError for one that this library does not read."""
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kimi_bridge.checkpoint.families import FAMILIES, TEXT_PREFIX
+from kimi_bridge.checkpoint.families import FAMILIES, TEXT_PREFIX, is_carried
 from kimi_bridge.checkpoint.kinds import KINDS, tensor_kind
 from kimi_bridge.checkpoint.reader import CheckpointReader
 from kimi_bridge.checkpoint.synthetic_config import checkpoint_specs
@@ -119,7 +119,7 @@ def _against_config(reader: CheckpointReader) -> list[str]:
     except (CheckpointError, ArithmeticError, LookupError, TypeError, ValueError) as error:
         return [f"config.json does not describe a model ({type(error).__name__}: {error})."]
     expected = {spec.name: tuple(spec.shape) for spec in specs if spec.name.startswith(TEXT_PREFIX)}
-    found = {name for name in reader.names() if name.startswith(TEXT_PREFIX)}
+    found = {name for name in reader.names() if name.startswith(TEXT_PREFIX) and not is_carried(name)}
     shapes = [name for name in expected if name in found and reader.info(name).shape != expected[name]]
     faults = (
         ("missing, by config.json", [name for name in expected if name not in found]),

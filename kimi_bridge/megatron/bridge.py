@@ -27,7 +27,7 @@ from megatron.bridge.utils.instantiate_utils import register_allowed_target_pref
 from megatron.core.models.gpt.gpt_model import GPTModel
 from transformers.configuration_utils import PretrainedConfig
 
-from kimi_bridge.checkpoint.families import FAMILIES, TEXT_PREFIX, VISION_PREFIXES
+from kimi_bridge.checkpoint.families import FAMILIES, TEXT_PREFIX, VISION_PREFIXES, is_carried
 from kimi_bridge.errors import CheckpointError, KimiBridgeError
 from kimi_bridge.megatron import transfer
 from kimi_bridge.megatron.collective import on_every_rank
@@ -272,9 +272,7 @@ def _check_names(source: KimiStateSource, expected: dict[str, str], tied: bool) 
             " checkpoint again, or check that the model has the checkpoint's layers, experts and MTP layers."
         )
         raise on_every_rank(CheckpointError(fault))
-    unused = [
-        name for name in sorted(present) if name not in expected and not name.startswith(VISION_PREFIXES)
-    ]
+    unused = [name for name in sorted(present) if name not in expected and not is_carried(name)]
     if unused:
         fault = (
             f"{_some(unused)}: in {source.path}, but the model has no parameter for it. The checkpoint is of"

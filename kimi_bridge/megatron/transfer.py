@@ -18,7 +18,7 @@ import torch
 from megatron.bridge.models.conversion.model_bridge import HFWeightTuple
 from megatron.bridge.models.conversion.utils import unwrap_model
 
-from kimi_bridge.checkpoint.families import TEXT_PREFIX
+from kimi_bridge.checkpoint.families import is_carried
 from kimi_bridge.checkpoint.files import copy_artifacts, write_json
 from kimi_bridge.checkpoint.quantization import without_quantization
 from kimi_bridge.checkpoint.reader import CheckpointReader
@@ -153,7 +153,7 @@ def save(stream: WeightStream, reader: CheckpointReader, dst: Path, overwrite: b
     All ranks call it, and an error on one is raised on all.
     """
     stream.receiver = 0
-    others = [name for name in reader.weight_map if not name.startswith(TEXT_PREFIX)]
+    others = [name for name in reader.weight_map if is_carried(name)]
     with contextlib.ExitStack() as stack:
         writer: CheckpointWriter | None = None
         with raise_together():
@@ -208,7 +208,7 @@ class WeightStream(Iterator[HFWeightTuple]):
     @property
     def specs(self) -> list[TensorSpec]:
         """Name, dtype and shape of every text tensor of the result, in the source's order."""
-        weights = [name for name in self.reader.weight_names() if name.startswith(TEXT_PREFIX)]
+        weights = [name for name in self.reader.weight_names() if not is_carried(name)]
         return [spec for weight in weights for spec in self._specs_of(weight)]
 
     def __next__(self) -> HFWeightTuple:

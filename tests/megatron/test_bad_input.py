@@ -12,7 +12,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from kimi_bridge.checkpoint import FAMILIES, CheckpointReader, synthesize_checkpoint
+from kimi_bridge.checkpoint import (
+    FAMILIES,
+    CheckpointReader,
+    inspect_checkpoint,
+    synthesize_checkpoint,
+    verify_checkpoints,
+)
 from tests.megatron.ranks import Layout, Ranks
 
 EXPERT = "language_model.model.layers.1.mlp.experts.5.up_proj.weight"
@@ -129,6 +135,16 @@ def test_tensor_outside_the_language_model(bad: Path, ranks: Ranks) -> None:
     edit(bad, set_to("audio_tower.proj.weight", torch.ones(3, dtype=torch.bfloat16)), TEXT)
     for error in ranks.errors("just_load", src=str(bad), layout=ALL):
         assert "audio_tower.proj.weight" in error.message
+
+
+def test_rotary_frequencies_come_through(bad: Path, ranks: Ranks, tmp_path: Path) -> None:
+    """Some published checkpoints keep them, in shapes of their own; no model has a place for them."""
+    name = "language_model.model.layers.2.self_attn.rotary_emb.inv_freq"
+    edit(bad, set_to(name, torch.rand(56)), TEXT)
+    ranks.run("round_trip", src=str(bad), dst=str(tmp_path / "out"), layout=ALL)
+    assert verify_checkpoints(bad, tmp_path / "out").identical
+    assert name in CheckpointReader(tmp_path / "out")
+    assert inspect_checkpoint(bad).problems == []
 
 
 def test_truncated_shard(bad: Path, ranks: Ranks) -> None:

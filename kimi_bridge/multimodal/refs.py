@@ -165,9 +165,8 @@ def check_placeholders(sample: str, ids: NDArray[np.int32], refs: Sequence[MMRef
             )
     if (stray := np.flatnonzero(places & ~blocks)).size:
         raise MultimodalError(
-            f"{sample}: token {stray[0]} is a placeholder ({placeholder}) that belongs to none of the "
-            f"{len(refs)} images, and {stray.size - 1} others are: drop the sample, or truncate it to "
-            f"{stray[0]} tokens."
+            f"{sample}: {stray.size} placeholder tokens ({placeholder}) belong to none of the {len(refs)} "
+            f"images, the first is token {stray[0]}: drop the sample, or truncate it to {stray[0]} tokens."
         )
 
 

@@ -1,0 +1,110 @@
+"""What vLLM said of prompts with images, recorded by record_vllm.py, becomes samples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kimi_bridge.errors import MultimodalError
+from kimi_bridge.multimodal import (
+    build_mm_refs,
+    collapse,
+    load_image,
+    load_processor,
+    materialize,
+    pack,
+    refs_from_render,
+    samples_from_generate,
+    samples_from_output,
+)
+from kimi_bridge.multimodal.refs import image_urls
+from tests.multimodal import folders
+
+DATA = Path(__file__).parents[1] / "data" / "multimodal"
+
+
+@pytest.fixture(params=["qwen3_vl", "kimi_k25"])
+def rendered(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, dict[str, Any]]:
+    """The family's processor, and the body that vLLM's render endpoint made for the generate endpoint."""
+    make = folders.kimi_folder if request.param == "kimi_k25" else folders.qwen_folder
+    record = json.loads((DATA / f"render_{request.param}.json").read_text())
+    return load_processor(make(tmp_path)), record
+
+
+def test_ranges_runs_and_counts_agree(rendered: tuple[Any, dict[str, Any]]) -> None:
+    processor, record = rendered
+    messages, ids = record["messages"], record["request"]["token_ids"]
+    refs = refs_from_render(record["request"], messages, processor.placeholder)
+    counts = [processor.count_tokens(*load_image(url).size) for url in image_urls(messages)]
+    assert [ref.length for ref in refs] == counts
+    assert [ref.image for ref in refs] == list(image_urls(messages))
+    assert refs == build_mm_refs(messages, ids, processor.placeholder)
+    assert refs == build_mm_refs(messages, ids, processor.placeholder, counts=counts)
+    assert len(collapse(ids, refs)) == len(ids) - sum(counts) + len(counts)
+
+
+def test_http_request_and_response(rendered: tuple[Any, dict[str, Any]]) -> None:
+    """The body is vLLM's; the response has the fields of its GenerateResponse, and tokens made up here."""
+    processor, record = rendered
+    content = [{"token": "x", "logprob": -0.5, "bytes": None, "top_logprobs": []}] * 2
+    response = {
+        "request_id": "r",
+        "choices": [
+            {
+                "index": i,
+                "token_ids": [40 + i, 41],
+                "logprobs": {"content": content},
+                "finish_reason": "length",
+            }
+            for i in range(2)
+        ],
+    }
+    request, messages = record["request"], record["messages"]
+    samples = samples_from_generate(request, response, messages, processor.placeholder, name="p")
+    prompt = request["token_ids"]
+    for number, sample in enumerate(samples):
+        assert sample.name == f"p/{number}"
+        assert sample.ids.tolist() == [*prompt, 40 + number, 41]
+        assert sample.loss_mask.tolist() == [False] * len(prompt) + [True] * 2
+        assert sample.logprobs.tolist() == [0.0] * len(prompt) + [-0.5] * 2
+    inputs = materialize(pack(samples), processor)
+    assert len(inputs[processor.names[1]]) == 6
+    del response["choices"][0]["logprobs"]
+    with pytest.raises(MultimodalError, match="p/0: 0 log-probabilities for 2 tokens"):
+        samples_from_generate(request, response, messages, processor.placeholder, name="p")
+
+
+def test_offline_output(rendered: tuple[Any, dict[str, Any]]) -> None:
+    """An object with RequestOutput's fields: vLLM 0.26 gives expanded ids without ranges."""
+    processor, record = rendered
+    prompt, messages = record["request"]["token_ids"], record["messages"]
+    steps = [{50: SimpleNamespace(logprob=-0.25)}, {51: SimpleNamespace(logprob=-4.0)}]
+    completion = SimpleNamespace(index=0, token_ids=[50, 51], logprobs=steps)
+    output = SimpleNamespace(request_id="7", prompt_token_ids=prompt, outputs=[completion])
+
+    def count(url: str) -> int:
+        return processor.count_tokens(*load_image(url).size)
+
+    (sample,) = samples_from_output(output, messages, processor.placeholder, count=count)
+    assert sample.name == "7/0"
+    assert sample.logprobs[-2:].tolist() == [-0.25, -4.0]
+    assert sample.refs == refs_from_render(record["request"], messages, processor.placeholder)
+    completion.logprobs = steps[::-1]
+    with pytest.raises(MultimodalError, match="7/0: log-probabilities that are not"):
+        samples_from_output(output, messages, processor.placeholder)
+    completion.logprobs = None
+    with pytest.raises(MultimodalError, match="0 log-probabilities for 2 tokens"):
+        samples_from_output(output, messages, processor.placeholder)
+    output.multi_modal_placeholders = {"image": [{"offset": 0, "length": 3}]}
+    with pytest.raises(MultimodalError, match="3 images in the messages, 1 placeholder ranges"):
+        samples_from_output(output, messages, processor.placeholder)
+
+
+def test_messages_of_another_prompt(rendered: tuple[Any, dict[str, Any]]) -> None:
+    processor, record = rendered
+    with pytest.raises(MultimodalError, match="roll: 2 images in the messages, 3 placeholder ranges"):
+        refs_from_render(record["request"], record["messages"][:2], processor.placeholder, name="roll")

@@ -15,6 +15,9 @@ from kimi_bridge.multimodal.refs import MMRef, Sample, build_mm_refs, image_urls
 
 Counter = Callable[[str], int]
 
+# What vLLM's HTTP answers say where they have no log-probability.
+_NONE_TAKEN = -9999.0
+
 
 def samples_from_output(
     output: Any,
@@ -95,6 +98,8 @@ def _of_output(completion: Any, name: str) -> list[float]:
 def _sample(
     name: str, prompt: Sequence[int], response: Sequence[int], refs: tuple[MMRef, ...], logprobs: list[float]
 ) -> Sample:
+    if any(value <= _NONE_TAKEN for value in logprobs):
+        raise MultimodalError(f"{name}: the engine took no log-probability of some tokens: drop the sample.")
     if len(logprobs) != len(response):
         raise MultimodalError(
             f"{name}: {len(logprobs)} log-probabilities for {len(response)} tokens: ask the engine for them "

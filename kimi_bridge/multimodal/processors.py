@@ -43,11 +43,20 @@ class Processor(Protocol):
     float32 `patch_shape`. `names` are forward's names for the patches and for their grids.
     """
 
-    policy: ForwardPolicy
-    placeholder: int
-    patches_per_token: int
-    patch_shape: tuple[int, ...]
-    names: tuple[str, str]
+    @property
+    def policy(self) -> ForwardPolicy: ...
+
+    @property
+    def placeholder(self) -> int: ...
+
+    @property
+    def patches_per_token(self) -> int: ...
+
+    @property
+    def patch_shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def names(self) -> tuple[str, str]: ...
 
     def count_tokens(self, width: int, height: int) -> int:
         """The placeholder tokens of an image of that size."""

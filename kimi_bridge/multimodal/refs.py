@@ -215,7 +215,7 @@ def _vector(sample: str, field: str, values: ArrayLike, dtype: type) -> Any:
         raise MultimodalError(f"{sample}: {field} of shape {list(given.shape)} and type {given.dtype}.")
     if given.size and dtype is np.int32 and not 0 <= int(given.min()) <= int(given.max()) <= MAX_OFFSET:
         raise MultimodalError(f"{sample}: {field} outside 0 to {MAX_OFFSET}.")
-    vector = given.astype(dtype, copy=False)
+    vector: NDArray[Any] = given.astype(dtype, copy=False)
     if vector.flags.writeable:
         vector = vector.copy() if vector is values else vector.view()
         vector.flags.writeable = False

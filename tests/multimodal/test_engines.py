@@ -73,6 +73,9 @@ def test_http_request_and_response(rendered: tuple[Any, dict[str, Any]]) -> None
         assert sample.logprobs.tolist() == [0.0] * len(prompt) + [-0.5] * 2
     inputs = materialize(pack(samples), processor)
     assert len(inputs[processor.names[1]]) == 6
+    response["choices"][1]["logprobs"] = {"content": [content[0], content[0] | {"logprob": -9999.0}]}
+    with pytest.raises(MultimodalError, match="p/1: the engine took no log-probability"):
+        samples_from_generate(request, response, messages, processor.placeholder, name="p")
     del response["choices"][0]["logprobs"]
     with pytest.raises(MultimodalError, match="p/0: 0 log-probabilities for 2 tokens"):
         samples_from_generate(request, response, messages, processor.placeholder, name="p")

@@ -28,7 +28,7 @@ class Materializer:
     """Makes model inputs of packed batches; `map(materializer, batches)` does so one batch at a time.
 
     One image is decoded at a time, and each image of a batch once, however often it is shown; the patches of
-    inline images are kept for the next batches, up to `cache_bytes` of them, the last used ones.
+    inline images are kept for the next batches, up to `cache_bytes` with their URLs, the last used ones.
     """
 
     def __init__(
@@ -131,14 +131,14 @@ class Materializer:
         return f"{batch.names[sample]}: image {number - first}"
 
     def _keep(self, url: str, made: Patches) -> None:
-        size = made[0].nbytes
+        size = _size(url, made)
         # What lies elsewhere may have changed by the next batch.
         if size > self.cache_bytes or url[:5].lower() != "data:":
             return
         self._cache[url] = made
         self._cached_bytes += size
         while self._cached_bytes > self.cache_bytes:
-            self._cached_bytes -= self._cache.popitem(last=False)[1][0].nbytes
+            self._cached_bytes -= _size(*self._cache.popitem(last=False))
 
     def _mrope(self, batch: PackedBatch, grids: list[Grid]) -> torch.Tensor:
         """int64 [3, tokens]: every sample's own positions, one behind the other."""
@@ -148,3 +148,7 @@ class Materializer:
             pieces.append(mrope_positions(len(sample), list(sample.refs), here, merge))
             done += len(here)
         return torch.cat(pieces, dim=1)
+
+
+def _size(url: str, made: Patches) -> int:
+    return made[0].nbytes + len(url)

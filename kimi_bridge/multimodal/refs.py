@@ -66,6 +66,11 @@ class Sample:
             )
         if len(self.ids) and self.loss_mask[0]:
             raise MultimodalError(f"{self.name}: loss on the first token, which nothing predicts: mask it.")
+        if not np.isfinite(self.logprobs[self.loss_mask]).all():
+            token = int(np.flatnonzero(self.loss_mask & ~np.isfinite(self.logprobs))[0])
+            raise MultimodalError(
+                f"{self.name}: token {token} has loss and log-probability {self.logprobs[token]}: mask it."
+            )
         check_refs(self.name, self.refs, len(self.ids))
 
     def __len__(self) -> int:

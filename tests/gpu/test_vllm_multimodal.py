@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -34,7 +33,7 @@ from kimi_bridge.multimodal import (
 )
 from tests.inference.vllm_cpu import free_port
 from tests.multimodal import folders
-from tests.multimodal.pictures import messages_with, picture_url
+from tests.multimodal.pictures import data_url, encoded, messages_with, picture
 
 pytest.importorskip("vllm")
 pytestmark = [
@@ -48,11 +47,9 @@ TOKENS, ROLLOUTS = 16, 4
 
 
 def conversations() -> list[list[dict[str, Any]]]:
-    shown = picture_url(300, 200, 1)
-    return [
-        messages_with([shown, picture_url(120, 500, 2)]),
-        messages_with([picture_url(448, 448, 3), shown, picture_url(90, 64, 4)], ["", "", ""]),
-    ]
+    sizes = ((300, 200), (120, 500), (448, 448), (90, 64))
+    urls = [data_url(encoded(picture(*size, i), "JPEG"), "jpeg") for i, size in enumerate(sizes)]
+    return [messages_with(urls[:2]), messages_with([urls[2], urls[0], urls[3]], ["", "", ""])]
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +125,7 @@ def test_over_http(qwen: Path, server: str) -> None:
         )
         request["features"]["kwargs_data"] = None
         answers.append({"messages": messages, "request": request, "response": response})
-    keep(answers, "generate_qwen3_vl.json")
+    keep(qwen, answers, "generate_qwen3_vl.json")
     compare(qwen, samples, "http")
 
 
@@ -145,8 +142,8 @@ def test_kimi_offline(tmp_path_factory: pytest.TempPathFactory) -> None:
 def offline(folder: Path) -> list[Sample]:
     subprocess.run([sys.executable, "-m", "tests.gpu.vllm_multimodal", str(folder)], check=True, cwd=ROOT)
     record = json.loads((folder / "offline.json").read_text())
-    keep([{"messages": m, "output": o} for m, o in zip(conversations(), record, strict=True)],
-         f"offline_{'kimi_k25' if 'kimi' in folder.name else 'qwen3_vl'}.json")  # fmt: skip
+    answers = [{"messages": m, "output": o} for m, o in zip(conversations(), record, strict=True)]
+    keep(folder, answers, f"offline_{'kimi_k25' if 'kimi' in folder.name else 'qwen3_vl'}.json")
     samples = decode((folder / "offline.msgpack").read_bytes())
     assert len(samples) == ROLLOUTS * len(record)
     return samples
@@ -184,9 +181,11 @@ def post(url: str, body: dict[str, Any]) -> Any:
         pytest.fail(f"{url}: {error.read().decode()[:2000]}")
 
 
-def keep(value: Any, name: str) -> None:
-    if folder := os.environ.get("KIMI_BRIDGE_RECORD"):
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        temporary = Path(folder) / f"{name}.part"
-        temporary.write_text(json.dumps(value) + "\n")
-        shutil.move(temporary, Path(folder) / name)
+def keep(folder: Path, answers: list[dict[str, Any]], name: str) -> None:
+    """What tests/multimodal/test_engines.py reads from tests/data/multimodal."""
+    import vllm
+
+    if target := os.environ.get("KIMI_BRIDGE_RECORD"):
+        Path(target).mkdir(parents=True, exist_ok=True)
+        record = {"vllm": vllm.__version__, "placeholder": load_processor(folder).placeholder}
+        (Path(target) / name).write_text(json.dumps(record | {"answers": answers}) + "\n")

@@ -14,7 +14,7 @@ from kimi_bridge.checkpoint.synthetic_config import synthetic_config
 from kimi_bridge.checkpoint.synthetic_tokenizer import save_tokenizer
 
 QWEN_PREPROCESSOR: dict[str, Any] = {
-    "image_processor_type": "Qwen2VLImageProcessor",
+    "image_processor_type": "Qwen2VLImageProcessorFast",
     "processor_class": "Qwen3VLProcessor",
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],

@@ -24,6 +24,8 @@ from kimi_bridge.multimodal import (
     materialize,
     pack,
     refs_from_render,
+    samples_from_generate,
+    samples_from_output,
     truncate,
 )
 from tests.multimodal import vllm_render
@@ -142,6 +144,45 @@ def test_a_prompt_that_spells_the_placeholder_is_refused(qwen: tuple[QwenVL, Any
     body = renderer.render(messages)
     with pytest.raises(MultimodalError, match="placeholder"):
         refs_from_render(body, messages, processor.placeholder)
+
+
+def test_the_classes_of_vllms_answers(qwen: tuple[QwenVL, Any]) -> None:
+    """RequestOutput and GenerateResponse, as vLLM's own classes, with tokens that no model sampled."""
+    from vllm.entrypoints.openai.chat_completion.protocol import (
+        ChatCompletionLogProbs,
+        ChatCompletionLogProbsContent,
+    )
+    from vllm.entrypoints.scale_out.token_in_token_out.protocol import (
+        GenerateResponse,
+        GenerateResponseChoice,
+    )
+    from vllm.logprobs import Logprob
+    from vllm.outputs import CompletionOutput, RequestOutput
+
+    processor, renderer = qwen
+    messages = messages_with([picture_url(64, 64, 1), picture_url(200, 96, 2)])
+    body = renderer.render(messages)
+    prompt = body["token_ids"]
+    taken = [{11: Logprob(-1.5, rank=2), 3: Logprob(-0.1, rank=1)}, {12: Logprob(-2.5)}]
+    completion = CompletionOutput(0, "", [11, 12], -4.0, taken)
+    output = RequestOutput("7", None, prompt, None, [completion], finished=True)
+    (offline,) = samples_from_output(output, messages, processor.placeholder)
+
+    content = [ChatCompletionLogProbsContent(token="x", logprob=value) for value in (-1.5, -2.5)]
+    logprobs = ChatCompletionLogProbs(content=content)
+    choice = GenerateResponseChoice(index=0, token_ids=[11, 12], logprobs=logprobs)
+    response = GenerateResponse(request_id="7", choices=[choice]).model_dump(mode="json")
+    (online,) = samples_from_generate(body, response, messages, processor.placeholder, name="7")
+    for sample in (offline, online):
+        assert sample.name == "7/0"
+        assert sample.ids.tolist() == [*prompt, 11, 12]
+        assert sample.logprobs[-2:].tolist() == [-1.5, -2.5]
+        assert sample.refs == refs_from_render(body, messages, processor.placeholder)
+
+    choice.logprobs.content[1] = ChatCompletionLogProbsContent(token="x")
+    response = GenerateResponse(choices=[choice]).model_dump(mode="json")
+    with pytest.raises(MultimodalError, match="7/0: the engine took no log-probability"):
+        samples_from_generate(body, response, messages, processor.placeholder, name="7")
 
 
 def odd_images() -> dict[str, bytes]:

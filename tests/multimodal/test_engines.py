@@ -1,4 +1,7 @@
-"""What vLLM said of prompts with images, recorded by record_vllm.py, becomes samples."""
+"""What vLLM said of prompts with images becomes samples.
+
+Recorded by record_vllm.py (`render_*`, on a CPU) and by tests/gpu/test_vllm_multimodal.py (the others).
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from kimi_bridge.errors import MultimodalError
 from kimi_bridge.multimodal import (
+    KimiK25,
+    Sample,
     build_mm_refs,
     collapse,
+    expand,
     load_image,
     load_processor,
     materialize,
@@ -45,6 +52,18 @@ def test_ranges_runs_and_counts_agree(rendered: tuple[Any, dict[str, Any]]) -> N
     assert refs == build_mm_refs(messages, ids, processor.placeholder)
     assert refs == build_mm_refs(messages, ids, processor.placeholder, counts=counts)
     assert len(collapse(ids, refs)) == len(ids) - sum(counts) + len(counts)
+
+
+def test_collapsed_ids_are_the_templates(rendered: tuple[Any, dict[str, Any]], tmp_path: Path) -> None:
+    processor, record = rendered
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    messages, ids = record["messages"], record["request"]["token_ids"]
+    template = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    refs = refs_from_render(record["request"], messages, processor.placeholder)
+    assert collapse(ids, refs).tolist() == template
+    expanded, ranges = expand(template, processor.placeholder, [ref.length for ref in refs])
+    assert expanded.tolist() == ids
+    assert ranges == [(ref.offset, ref.length) for ref in refs]
 
 
 def test_http_request_and_response(rendered: tuple[Any, dict[str, Any]]) -> None:
@@ -111,3 +130,55 @@ def test_messages_of_another_prompt(rendered: tuple[Any, dict[str, Any]]) -> Non
     processor, record = rendered
     with pytest.raises(MultimodalError, match="roll: 2 images in the messages, 3 placeholder ranges"):
         refs_from_render(record["request"], record["messages"][:2], processor.placeholder, name="roll")
+
+
+def recorded(pattern: str) -> list[Path]:
+    return sorted(DATA.glob(pattern))
+
+
+def processor_of(record: dict[str, Any], path: Path, folder: Path) -> Any:
+    if "kimi" in path.name:
+        return KimiK25.from_settings(folders.KIMI_PREPROCESSOR["media_proc_cfg"], record["placeholder"])
+    return load_processor(folders.qwen_folder(folder))
+
+
+@pytest.mark.parametrize("path", recorded("generate_*.json"), ids=lambda path: path.stem)
+def test_recorded_generate_answers(path: Path, tmp_path: Path) -> None:
+    record = json.loads(path.read_text())
+    processor = processor_of(record, path, tmp_path)
+    for answer in record["answers"]:
+        samples = samples_from_generate(
+            answer["request"], answer["response"], answer["messages"], processor.placeholder
+        )
+        check(samples, answer["messages"], processor)
+
+
+@pytest.mark.parametrize("path", recorded("offline_*.json"), ids=lambda path: path.stem)
+def test_recorded_offline_outputs(path: Path, tmp_path: Path) -> None:
+    record = json.loads(path.read_text())
+    processor = processor_of(record, path, tmp_path)
+    for answer in record["answers"]:
+        output = SimpleNamespace(
+            request_id="r",
+            prompt_token_ids=answer["output"]["prompt_token_ids"],
+            outputs=[completion(**fields) for fields in answer["output"]["outputs"]],
+        )
+        samples = samples_from_output(output, answer["messages"], processor.placeholder)
+        check(samples, answer["messages"], processor)
+
+
+def completion(index: int, token_ids: list[int], logprobs: list[dict[str, float]]) -> SimpleNamespace:
+    steps = [
+        {int(token): SimpleNamespace(logprob=value) for token, value in step.items()} for step in logprobs
+    ]
+    return SimpleNamespace(index=index, token_ids=token_ids, logprobs=steps)
+
+
+def check(samples: list[Sample], messages: list[dict[str, Any]], processor: Any) -> None:
+    counts = [processor.count_tokens(*load_image(url).size) for url in image_urls(messages)]
+    assert samples
+    for sample in samples:
+        assert [ref.length for ref in sample.refs] == counts
+        assert sample.loss_mask.sum() > 0
+        assert (sample.logprobs[sample.loss_mask] < 0).all()
+    assert len(materialize(pack(samples), processor)[processor.names[1]]) == len(samples) * len(counts)

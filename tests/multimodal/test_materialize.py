@@ -94,7 +94,7 @@ def test_inputs_are_the_callers_own() -> None:
 
 
 def test_the_cache_is_bounded_and_keeps_what_was_used_last(decoded: list[str]) -> None:
-    sizes = [KIMI.patches(load_image(url))[0].nbytes for url in (A, B)]
+    sizes = [KIMI.patches(load_image(url))[0].nbytes + len(url) for url in (A, B)]
     materializer = Materializer(KIMI, cache_bytes=sum(sizes))
     batches = {url: pack([shown("s", url)]) for url in (A, B, C)}
     for url in (A, B, A, C, A):  # C throws out B

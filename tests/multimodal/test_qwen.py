@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def conversations(count: int, seed: int, longest: int = 700) -> list[list[dict[s
 
 
 def test_patches_grids_and_counts(qwen: QwenVL, hf_processor: Any) -> None:
-    sizes = [(1, 1), (16, 16), (32, 33), (199, 1), (1024, 1024), (5000, 900), *random_sizes(30, 3, 1200)]
+    sizes = [(1, 1), (16, 16), (32, 33), (199, 1), (1024, 1024), (3000, 500), *random_sizes(24, 3, 800)]
     for number, (width, height) in enumerate(sizes):
         image = picture(width, height, number)
         expected = hf_processor.image_processor(images=[image], return_tensors="pt")
@@ -136,6 +137,25 @@ def test_positions_are_the_models_own(
 def load_size(grid: torch.Tensor) -> tuple[int, int]:
     """An image that has this grid."""
     return int(grid[2]) * 16, int(grid[1]) * 16
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_what_is_deferred_is_what_the_language_model_takes(model_type: str, tmp_path: Path) -> None:
+    """Behind the merge, and nothing else that is as long as the sequence."""
+    folder = folders.qwen_folder(tmp_path, model_type)
+    with torch.device("meta"):
+        model = AutoModel.from_config(AutoConfig.from_pretrained(folder))
+    taken = set(inspect.signature(type(model.language_model).forward.__wrapped__).parameters)
+    others = {
+        "self",
+        "input_ids",
+        "attention_mask",
+        "past_key_values",
+        "use_cache",
+        "cache_position",
+        "kwargs",
+    }
+    assert taken - others == set(load_processor(folder).policy.deferred)
 
 
 def test_policies(hf_processor: Any, qwen_folder: Path, tmp_path: Path) -> None:

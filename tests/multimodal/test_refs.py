@@ -114,6 +114,7 @@ def test_logical_and_expanded_tokens() -> None:
         ({"loss_mask": [False]}, "3 ids, 1 loss mask"),
         ({"loss_mask": [True, False, False]}, "first token"),
         ({"ids": [1, -1, 2]}, "outside 0"),
+        ({"loss_mask": [0, 0, 1], "logprobs": [0, 0, float("nan")]}, "token 2 has loss and .* nan"),
         ({"ids": [1.5, 1, 2]}, "float64"),
         ({"ids": [[1, 2, 3]]}, "shape"),
         ({"refs": [MMRef(A, 2, 2)]}, "image 0 at tokens 2 to 4, of 3"),

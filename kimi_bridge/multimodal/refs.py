@@ -221,9 +221,9 @@ def _vector(sample: str, field: str, values: ArrayLike, dtype: type) -> Any:
     if given.size and dtype is np.int32 and not 0 <= int(given.min()) <= int(given.max()) <= MAX_OFFSET:
         raise MultimodalError(f"{sample}: {field} outside 0 to {MAX_OFFSET}.")
     vector: NDArray[Any] = given.astype(dtype, copy=False)
-    if vector.flags.writeable:
-        vector = vector.copy() if vector is values else vector.view()
-        vector.flags.writeable = False
+    if vector is given and vector.flags.writeable:
+        vector = vector.copy()
+    vector.flags.writeable = False
     return vector
 
 

@@ -44,14 +44,21 @@ class _Batch(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
 
 
 def encode(samples: Sequence[Sample]) -> bytes:
-    """One message for any number of samples; an image that several of them show is in it once."""
+    """One message for any number of samples; an image that several of them show is in it once.
+
+    Raises MultimodalError for a name or URL that is no text (JSON can smuggle in halves of characters).
+    """
     numbers: dict[str, int] = {}
     wired = []
     for sample in samples:
         refs = [(numbers.setdefault(ref.image, len(numbers)), ref.offset, ref.length) for ref in sample.refs]
         vectors = (_bytes(sample.ids, "<i4"), _bytes(sample.loss_mask, "u1"), _bytes(sample.logprobs, "<f4"))
         wired.append(_Sample(sample.name, *vectors, refs))
-    return msgspec.msgpack.encode(_Batch(VERSION, [_wire_image(url) for url in numbers], wired))
+    try:
+        return msgspec.msgpack.encode(_Batch(VERSION, [_wire_image(url) for url in numbers], wired))
+    except UnicodeEncodeError as error:
+        odd = next(s for s in samples if not all(map(_is_text, (s.name, *(ref.image for ref in s.refs)))))
+        raise MultimodalError(f"{odd.name!r}: its name or one of its images is no text: {error}") from error
 
 
 def decode(message: bytes) -> list[Sample]:
@@ -64,10 +71,14 @@ def decode(message: bytes) -> list[Sample]:
                 f"A rollout message of version {version}, this side reads {VERSION}: run the same release."
             )
         batch = msgspec.msgpack.decode(message, type=_Batch)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise MultimodalError(f"No rollout message, or a damaged one: {error}") from error
     urls = [_url(image) for image in batch.images]
     return [_sample(wired, urls) for wired in batch.samples]
+
+
+def _is_text(value: str) -> bool:
+    return value.encode(errors="ignore").decode() == value
 
 
 def _wire_image(url: str) -> _Image:

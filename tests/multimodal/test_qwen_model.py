@@ -129,3 +129,9 @@ def test_qwen3_5_alone(tmp_path: Path) -> None:
         expected = log_probabilities(model, made)
         got = log_probabilities(model, materialize(pack(decode(encode([sample]))), processor))
     assert (got - expected).abs().max() < TOLERANCE
+
+    # Packed, its linear attention runs on from sample to sample: once this fails, packs may be True.
+    both = pack([sample, sample])
+    with torch.no_grad():
+        packed = log_probabilities(model, materialize(both, QwenVL(hf_processor, "qwen3_vl")))
+    assert (packed[len(sample) :] - got).abs().max() > 100 * TOLERANCE

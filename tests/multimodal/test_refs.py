@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from kimi_bridge.errors import MultimodalError
 from kimi_bridge.multimodal import MMRef, Sample, build_mm_refs, collapse, expand
@@ -128,12 +129,11 @@ def test_samples_that_do_not_fit(fields: dict, message: str) -> None:
 
 
 def test_samples_do_not_change_with_their_source() -> None:
-    ids = np.arange(3, dtype=np.int32)
-    sample = Sample("s", ids, [False] * 3, [0.0] * 3)
-    ids[0] = 7
-    assert sample.ids.tolist() == [0, 1, 2]
-    assert not sample.ids.flags.writeable
-    assert ids.flags.writeable
+    for ids in (np.arange(3, dtype=np.int32), torch.arange(3, dtype=torch.int32), torch.arange(3)):
+        sample = Sample("s", ids, [False] * 3, torch.zeros(3))
+        ids[0] = 7
+        assert sample.ids.tolist() == [0, 1, 2]
+        assert not sample.ids.flags.writeable
 
 
 def test_errors_do_not_print_images() -> None:

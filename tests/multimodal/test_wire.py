@@ -57,6 +57,15 @@ def test_any_text_arrives_as_it_was(text: str) -> None:
     assert decode(encode([rollout("r", f"data:;base64,{url}")]))[0].refs[0].image == f"data:;base64,{url}"
 
 
+@pytest.mark.parametrize("url", ["data:;base64,\ud800", "\udfff"])
+def test_halves_of_characters_are_refused(url: str) -> None:
+    with pytest.raises(MultimodalError, match=r"'second': .*no text"):
+        encode([rollout("first", "data:,"), rollout("second", url)])
+    message = encode([rollout("r", "data:,xxx")]).replace(b"xxx", b"\xed\xa0\x80")
+    with pytest.raises(MultimodalError, match="damaged"):
+        decode(message)
+
+
 def test_versions() -> None:
     body = msgspec.msgpack.decode(encode([rollout("r", "data:,")]))
     assert body[0] == 1

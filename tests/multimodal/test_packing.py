@@ -49,6 +49,7 @@ def same(one: Sample, other: Sample) -> bool:
     )
 
 
+@settings(deadline=None)
 @given(a_sample(), st.integers(0, 120))
 def test_truncation_keeps_blocks_whole(sample: Sample, budget: int) -> None:
     cut = truncate(sample, budget)
@@ -65,6 +66,7 @@ def test_truncation_keeps_blocks_whole(sample: Sample, budget: int) -> None:
         assert dropped.end > budget, "a block that fits was dropped"
 
 
+@settings(deadline=None)
 @given(st.lists(a_sample(least=1), min_size=1, max_size=6))
 def test_packing_loses_nothing(samples: list[Sample]) -> None:
     batch = pack(samples)
@@ -78,6 +80,7 @@ def test_packing_loses_nothing(samples: list[Sample]) -> None:
     assert batch.mm_token_type_ids.tolist() == types
 
 
+@settings(deadline=None)
 @given(st.lists(a_sample(), max_size=6))
 def test_the_wire_changes_nothing(samples: list[Sample]) -> None:
     message = encode(samples)
@@ -87,6 +90,7 @@ def test_the_wire_changes_nothing(samples: list[Sample]) -> None:
     assert encode(arrived) == message
 
 
+@settings(deadline=None)
 @given(st.lists(a_sample(least=1), max_size=12), st.integers(1, 4), st.integers(1, 100))
 def test_every_sample_gets_one_bin(samples: list[Sample], workers: int, max_tokens: int) -> None:
     longest = max(map(len, samples), default=0)
@@ -103,7 +107,7 @@ def test_every_sample_gets_one_bin(samples: list[Sample], workers: int, max_toke
     assert shares == share_out(list(samples), workers, max_tokens)
 
 
-@settings(max_examples=20)
+@settings(deadline=None, max_examples=20)
 @given(st.integers(0, 10**6))
 def test_workers_are_balanced_in_tokens_and_patches(seed: int) -> None:
     """A step of 128 rollouts, a third of them without images, images from small to a whole context."""

@@ -7,7 +7,7 @@ import contextlib
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kimi_bridge.errors import MultimodalError
@@ -51,6 +51,7 @@ def test_every_url_arrives_as_it_was(url: str) -> None:
     assert decode(encode([rollout("r", url)]))[0].refs[0].image == url
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_any_text_arrives_as_it_was(text: str) -> None:
     url = text.encode(errors="replace").decode()
@@ -96,6 +97,7 @@ def test_damaged_messages() -> None:
         assert len(str(caught.value)) < 400
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200), st.integers(0, 300))
 def test_noise_is_an_error_and_nothing_else(noise: bytes, place: int) -> None:
     message = encode([rollout("r", "data:image/png;base64,AAAA")])

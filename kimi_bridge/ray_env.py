@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -77,8 +78,12 @@ def worker_env_vars(secrets: bool = True) -> EnvVars:
 
 
 def _is_secret(name: str, value: str) -> bool:
-    return bool(_SECRET.search(name)) or bool(re.search(r"://[^/]*@", value))
+    return bool(_SECRET.search(name)) or bool(re.search(r"://.*@", value))
 
 
 def _absolute(path: str) -> str:
-    return str(Path(os.path.expandvars(path)).expanduser().absolute())
+    found = Path(os.path.expandvars(path))
+    # huggingface_hub leaves the home of an unknown user as it is.
+    with suppress(RuntimeError):
+        found = found.expanduser()
+    return str(found.absolute())

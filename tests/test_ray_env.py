@@ -53,11 +53,13 @@ def test_paths_mean_the_same_elsewhere(environment: pytest.MonkeyPatch, tmp_path
     environment.setenv("HOME", str(tmp_path / "me"))
     environment.setenv("HF_HUB_CACHE", "models")
     environment.setenv("HF_TOKEN_PATH", "~/token")
+    environment.setenv("HF_XET_CACHE", "~no-such-user/xet")
     environment.setenv("XDG_CACHE_HOME", "cache")
     assert worker_env_vars() == {
         "HF_HOME": str(tmp_path / "cache/huggingface"),
         "HF_HUB_CACHE": str(tmp_path / "models"),
         "HF_TOKEN_PATH": str(tmp_path / "me/token"),
+        "HF_XET_CACHE": str(tmp_path / "~no-such-user/xet"),
     }
 
 
@@ -66,7 +68,7 @@ def test_secrets_are_not_shown(environment: pytest.MonkeyPatch, caplog: pytest.L
 
     environment.setenv("HF_TOKEN", TOKEN)
     environment.setenv("HUGGING_FACE_HUB_TOKEN", TOKEN)
-    environment.setenv("HF_ENDPOINT", f"https://me:{TOKEN}@mirror.example/")
+    environment.setenv("HF_ENDPOINT", f"https://me:a/{TOKEN}@mirror.example/")
     environment.setenv("HF_HUB_OFFLINE", "1")
     variables = worker_env_vars()
     screen = io.StringIO()

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kimi_bridge.adapter.patterns import by_kind, rank_patterns, target_modules
 from kimi_bridge.adapter.peft_config import CONFIG_NAME, by_pattern, read_config
-from kimi_bridge.checkpoint.files import plain_disk_errors, write_json
+from kimi_bridge.checkpoint.files import destination, plain_disk_errors, write_json
 from kimi_bridge.checkpoint.reader import CheckpointReader
 from kimi_bridge.checkpoint.shards import TensorInfo
 from kimi_bridge.checkpoint.triplets import SCALE_DTYPES
@@ -101,10 +101,14 @@ class Adapter:
 
     def tensors(self, module: str) -> tuple[Tensor, Tensor]:
         """A `[r, in]` and B `[out, r]`. Raises CheckpointError for NaN or Inf."""
-        pair = [self._reader.tensor(name) for name in self._pairs[module]]
-        for name, tensor in zip(self._pairs[module], pair, strict=True):
-            check_finite(name, tensor, self.path)
-        return pair[0], pair[1]
+        return self.tensor(module, "A"), self.tensor(module, "B")
+
+    def tensor(self, module: str, part: Part) -> Tensor:
+        """One of the two, without reading the other. Raises CheckpointError for NaN or Inf."""
+        name = self._pairs[module][_PARTS.index(part)]
+        tensor = self._reader.tensor(name)
+        check_finite(name, tensor, self.path)
+        return tensor
 
     def _spec(self, module: str) -> ModuleSpec:
         a, b = self.infos(module)
@@ -229,7 +233,7 @@ def adapter_writer(dst: str | Path, plan: AdapterPlan, overwrite: bool = False) 
     Raises:
         CheckpointError: a folder in use, or one with weights that are no adapter, which are not replaced.
     """
-    others = [path.name for path in Path(dst).glob("*.safetensors") if path.name != WEIGHTS_NAME]
+    others = [path.name for path in destination(dst).glob("*.safetensors") if path.name != WEIGHTS_NAME]
     if others:
         raise CheckpointError(
             f"{dst} holds {sorted(others)[0]}, which is no adapter: choose another folder for the adapter."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,12 +14,15 @@ from kimi_bridge.checkpoint.convert_pool import LocalWorkers
 from kimi_bridge.checkpoint.convert_ray import RayWorkers
 from kimi_bridge.checkpoint.convert_staging import Staging, check_folders
 from kimi_bridge.checkpoint.convert_units import Unit
+from kimi_bridge.checkpoint.cores import usable_cores
 from kimi_bridge.conversion.jobs import Copy, Findings, Job, Loose, Piece, Reply
 from kimi_bridge.errors import CheckpointError
 from kimi_bridge.int4 import KIMI_QAT, Int4Scheme
 
 # Of output. Small enough for an even load and a smooth progress bar, large enough to be worth an order.
 _PIECE_BYTES = 1 << 26
+# Of output. To import torch takes a process as long as to convert one or two gigabytes.
+_PROCESSES_FROM = 16 << 30
 
 Progress = Callable[[int, int], None]
 """Called with the bytes written so far and the bytes to write."""
@@ -224,8 +226,8 @@ def _fill(plan: Plan, staging: Staging, todo: list[str], findings: Findings, opt
 def _workers(options: Options, total: int) -> LocalWorkers | RayWorkers:
     if options.ray_address is not None:
         return RayWorkers(options.ray_address, options.workers)
-    # A process takes longer to start than a piece takes to write.
-    return LocalWorkers(min(options.workers or min(8, os.cpu_count() or 1), max(1, total // _PIECE_BYTES)))
+    count = min(options.workers or min(8, usable_cores()), max(1, total // _PIECE_BYTES))
+    return LocalWorkers(count, in_threads=total < _PROCESSES_FROM)
 
 
 def _take(findings: Findings, found: Findings, plan: Plan, options: Options) -> None:

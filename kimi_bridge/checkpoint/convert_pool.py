@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 import kimi_bridge
+from kimi_bridge.checkpoint.cores import usable_cores
 from kimi_bridge.conversion.execute import answer
 from kimi_bridge.conversion.jobs import Piece, Reply
 from kimi_bridge.errors import CheckpointError
@@ -24,19 +25,25 @@ _SECONDS_TO_END = 30.0
 
 
 class LocalWorkers:
-    """`count` workers, each with its share of the cores: a thread of this process, and processes.
+    """`count` workers: a thread of this process, and processes. Each has `threads` threads for its share.
 
-    The thread is at work while the processes still import torch, and alone where there is little to do. A
-    context manager: leaving it ends them.
+    The thread is at work while the processes still import torch. With `in_threads` all are threads of this
+    process, which spares those imports; but many would wait for Python's lock. A context manager: leaving it
+    ends them.
     """
 
     whole_shards = False
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, in_threads: bool = False) -> None:
         self.count = count
         self._threads_before = torch.get_num_threads()
-        self._processes = [_Process(_share(count)) for _ in range(count - 1)]
-        self._workers: list[_Here | _Process] = [_Here(_share(count)), *self._processes]
+        self.threads = max(1, usable_cores() // count)
+        here = count if in_threads else 1
+        self._processes = [_Process(self.threads) for _ in range(count - here)]
+        self._workers: list[_Here | _Process] = [
+            *(_Here(self.threads) for _ in range(here)),
+            *self._processes,
+        ]
         self._stopping = threading.Event()
         self._replies: queue.Queue[Reply | BaseException | None] = queue.Queue()
         self._threads: list[threading.Thread] = []
@@ -183,7 +190,3 @@ class _Process:
             f"A worker died at {where} ({how}: {hint}): run the same command again to go on, with fewer "
             "workers if memory is short; finished shards are kept."
         )
-
-
-def _share(count: int) -> int:
-    return max(1, (os.cpu_count() or 1) // count)

@@ -15,6 +15,7 @@ from typing import Any
 from kimi_bridge.checkpoint.convert_plan import Plan
 from kimi_bridge.checkpoint.files import (
     copy_artifacts,
+    destination,
     missing_folders,
     plain_disk_errors,
     remove_empty,
@@ -260,7 +261,7 @@ class Staging:
 
 def check_folders(dst: Path, *sources: Path | None) -> None:
     """Raises CheckpointError for a destination that is a source, lies inside one, or is a file."""
-    resolved = dst.resolve()
+    resolved = destination(dst).resolve()
     if resolved == Path.cwd():
         raise CheckpointError("The destination is the current folder: name a folder of its own.")
     for source in sources:
@@ -270,8 +271,6 @@ def check_folders(dst: Path, *sources: Path | None) -> None:
             raise CheckpointError(f"{dst} is source and destination at once: choose another folder.")
         if resolved.is_relative_to(source.resolve()):
             raise CheckpointError(f"{dst} lies inside the source {source}: choose a folder outside of it.")
-    if dst.exists() and not dst.is_dir():
-        raise CheckpointError(f"{dst} is a file: choose another name.")
 
 
 def _change(key: str, was: str, now: str) -> str:

@@ -73,6 +73,23 @@ def plain_disk_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
+def destination(path: str | Path) -> Path:
+    """The path of a folder to write to. Raises CheckpointError where there can be none."""
+    folder = Path(path)
+    if "\0" in str(folder):
+        raise CheckpointError(f"{str(folder)!r} holds a zero byte: choose another name.")
+    with plain_disk_errors(folder):
+        for place in (folder, *folder.parents):
+            if place.is_symlink() and not place.exists():
+                raise CheckpointError(
+                    f"{place} is a link to {place.readlink()}, which is not there: make that folder, or"
+                    " remove the link."
+                )
+            if place.exists() and not place.is_dir():
+                raise CheckpointError(f"{place} is a file: choose another name.")
+    return folder
+
+
 def missing_folders(folder: Path) -> list[Path]:
     """The folders that making `folder` will create, itself first."""
     return [path for path in (folder, *folder.parents) if not path.exists()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kimi_bridge.checkpoint.cores import usable_cores
 from kimi_bridge.checkpoint.files import write_json
 from kimi_bridge.checkpoint.quantization import Int4Quantization, read_quantization
 from kimi_bridge.checkpoint.synthetic_config import checkpoint_specs, synthetic_config, weight_specs
@@ -78,7 +78,7 @@ def _ahead(
     tensors_of: Callable[[TensorSpec], list[tuple[str, Tensor]]], weights: list[TensorSpec]
 ) -> Iterator[list[tuple[str, Tensor]]]:
     """In order, computed by threads a little ahead: a generator of random numbers uses one core."""
-    threads = min(os.cpu_count() or 1, 16)
+    threads = min(usable_cores(), 16)
     waiting: deque[Future[list[tuple[str, Tensor]]]] = deque()
     with ThreadPoolExecutor(threads) as pool:
         for spec in weights:

@@ -22,6 +22,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 
 from kimi_bridge.checkpoint.files import (
+    destination,
     missing_folders,
     plain_disk_errors,
     remove_empty,
@@ -79,7 +80,7 @@ class CheckpointWriter:
         stem: str = "model",
         metadata: dict[str, str] | None = None,
     ) -> None:
-        self.dst = Path(dst)
+        self.dst = destination(dst)
         self._metadata = metadata or {}
         self._overwrite = overwrite
         specs = [TensorSpec(*spec) for spec in specs]

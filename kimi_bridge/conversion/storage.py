@@ -27,7 +27,6 @@ _ALIGNMENT = 4096
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 _LOCAL = threading.local()
-_WRITER = ThreadPoolExecutor(1)
 
 
 def buffer(key: str, nbytes: int, offset: int = 0) -> Tensor:
@@ -96,6 +95,7 @@ class Target:
         self._direct = _open_directly(path)
         if self._direct is not None:
             stack.callback(os.close, self._direct)
+        self._writer = stack.enter_context(ThreadPoolExecutor(1))
         self._slot = 0
         self._pending: Future[None] | None = None
         self._pending_slot = -1
@@ -112,7 +112,7 @@ class Target:
         """Begins to write the bytes of a contiguous tensor, which nobody may change until the next `room`."""
         slot = self._slot
         self.wait()
-        self._pending, self._pending_slot = _WRITER.submit(self._write, tensor, offset), slot
+        self._pending, self._pending_slot = self._writer.submit(self._write, tensor, offset), slot
 
     def wait(self) -> None:
         """Until all is written. Raises CheckpointError when it could not be."""

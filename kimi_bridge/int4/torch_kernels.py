@@ -17,7 +17,7 @@ from kimi_bridge.int4.scheme import CODES_PER_WORD, Int4Scheme
 # the sum is exact or far from a tie, so that rounding it to 16 bits cannot go wrong.
 _NIBBLE_OFFSET = {torch.bfloat16: 2.0**7 + 8, torch.float16: 2.0**10 + 8, torch.float32: 2.0**23 + 8}
 _BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
-_BLOCK_ELEMENTS = {"cpu": 2**19}
+_BLOCK_ELEMENTS = {"cpu": 2**18}
 _BLOCK_ELEMENTS_ELSEWHERE = 2**27
 
 
@@ -100,11 +100,11 @@ def _row_blocks(matrix: Tensor, *scratch: torch.dtype) -> Iterator[tuple[slice, 
 
 def _unpack(packed: Tensor, codes: Tensor, scratch: Tensor) -> None:
     """Write int8 codes `[out, in]` from int32 `[out, in/8]`."""
-    # The two nibbles of a byte, one to each byte of an int16.
-    pairs, shifted = codes.view(torch.int16), scratch.view(torch.int16)
+    # The two nibbles of a byte, one to each byte of an int16: a + 16 b + 15 * 16 b = a + 256 b.
+    pairs, high = codes.view(torch.int16), scratch.view(torch.int16)
     pairs.copy_(packed.contiguous().view(torch.uint8))
-    torch.bitwise_left_shift(pairs, 4, out=shifted)
-    pairs.bitwise_or_(shifted).bitwise_and_(0x0F0F)
+    torch.bitwise_and(pairs, 0xF0, out=high)
+    pairs.add_(high, alpha=15)
     codes.sub_(8)
 
 

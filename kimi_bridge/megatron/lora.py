@@ -281,13 +281,13 @@ def _values(adapter: Adapter, pair: Pair) -> tuple[float | None, list[torch.Tens
             f"{pair.name} has one adapter for modules to which {adapter.path} gives the scales"
             f" {sorted(alpha / rank_here for alpha in alphas)}: export that adapter for vllm, which has none."
         )
-    a = _collect(adapter, pair, pair.a, 0)
-    bs = [_collect(adapter, pair, b, 1) for b in pair.bs]
+    a = _collect(adapter, pair, pair.a)
+    bs = [_collect(adapter, pair, b) for b in pair.bs]
     cleared = [torch.zeros_like(half.tensor) if b is None else b for half, b in zip(pair.bs, bs, strict=True)]
     return (alphas.pop() if alphas else None), [a, *cleared]
 
 
-def _collect(adapter: Adapter, pair: Pair, half: Half, which: int) -> torch.Tensor | None:
+def _collect(adapter: Adapter, pair: Pair, half: Half) -> torch.Tensor | None:
     """This rank's part of a half from the file; None where the file has none of its modules."""
     if not any(module in adapter.modules for modules in half.modules for module in modules):
         return None
@@ -297,7 +297,7 @@ def _collect(adapter: Adapter, pair: Pair, half: Half, which: int) -> torch.Tens
         present = [module for module in modules if module in adapter.modules]
         if present and len(present) < len(modules) and half.part == "B":
             raise _differs(adapter, pair, present[0])
-        matrices = [adapter.tensors(module)[which] for module in present]
+        matrices = [adapter.tensor(module, half.part) for module in present]
         for module, matrix in zip(present, matrices, strict=True):
             if not torch.equal(matrix, matrices[0]):
                 raise _differs(adapter, pair, module)

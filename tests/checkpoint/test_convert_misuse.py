@@ -1,5 +1,6 @@
 """Conversions with settings or folders that cannot be: refused, and nothing of what is there is lost."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from kimi_bridge.checkpoint import convert as convert_module
 from kimi_bridge.checkpoint import (
     dequantize_checkpoint,
     quantize_checkpoint,
+    synthesize_checkpoint,
     truncate_checkpoint,
 )
 from kimi_bridge.checkpoint.convert_plan import plan_dequantize
@@ -142,6 +144,19 @@ def test_a_bug_in_a_worker_keeps_its_traceback(tiny: Path, tmp_path: Path) -> No
     keeper.close()
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system has no affinity")
+def test_workers_share_the_cores_that_they_may_use() -> None:
+    allowed = os.sched_getaffinity(0)
+    try:
+        with LocalWorkers(1) as workers:
+            assert workers.threads == len(allowed)
+        os.sched_setaffinity(0, {min(allowed)})
+        with LocalWorkers(1) as workers:
+            assert workers.threads == 1
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"identity": 1, "publishing": false, "shards": {}}'])
 def test_a_damaged_manifest(text: str, tiny: Path, tmp_path: Path) -> None:
     staging(tmp_path / "out").mkdir(parents=True)
@@ -154,3 +169,23 @@ def test_a_config_without_text(spoiled: Path, tmp_path: Path) -> None:
     edit_json(spoiled / "config.json", lambda config: config.pop("text_config"))
     with pytest.raises(CheckpointError, match="text_config"):
         truncate_checkpoint(spoiled, tmp_path / "out", 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a" * 300, "File name too long"),
+        ("a\0b", "holds a zero byte"),
+        ("dangling", "is a link to"),
+        ("dangling/below", "is a link to"),
+        ("file/below", "is a file"),
+    ],
+)
+def test_destinations_that_cannot_be(name: str, message: str, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    dst = tmp_path / name
+    for job in (lambda: dequantize_checkpoint(tiny, dst), lambda: synthesize_checkpoint(dst, size="tiny")):
+        with pytest.raises(CheckpointError, match=message):
+            job()
+    assert {path.name for path in tmp_path.iterdir()} == {"dangling", "file"}

@@ -95,7 +95,8 @@ HUGE = {
 LIMITED = """
 import json, resource, sys
 resource.setrlimit(resource.RLIMIT_DATA, (1400 << 20, 1400 << 20))
-from kimi_bridge.checkpoint import dequantize_checkpoint
+from kimi_bridge.checkpoint import convert, dequantize_checkpoint
+convert._PROCESSES_FROM = int(sys.argv[3])
 if __name__ == "__main__":
     summary = dequantize_checkpoint(sys.argv[1], sys.argv[2], workers=2)
     peaks = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
@@ -103,7 +104,8 @@ if __name__ == "__main__":
 """
 
 
-def test_memory_does_not_grow_with_the_shard(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes_from", [0, 1 << 40])
+def test_memory_does_not_grow_with_the_shard(processes_from: int, tmp_path: Path) -> None:
     """One shard of 1.5 GB in, one of 2 GB out, under a limit of 1.4 GiB for each process's data."""
     if shutil.disk_usage(tmp_path).free < 6e9:
         pytest.skip("needs 6 GB of disk")
@@ -114,12 +116,13 @@ def test_memory_does_not_grow_with_the_shard(tmp_path: Path) -> None:
     (src / "config.json").write_text(json.dumps(config))
     (shard,) = src.glob("*.safetensors")
     assert shard.stat().st_size > 1.4e9
-    command = [sys.executable, "-c", LIMITED, src, tmp_path / "dst"]
+    command = [sys.executable, "-c", LIMITED, src, tmp_path / "dst", str(processes_from)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     mine, worker = found["peaks"]
     assert mine < 1.5 * 2**20
+    assert (worker == 0) == (processes_from > 0)
     assert worker < 1.0 * 2**20
     assert found["bytes"] > 1.9e9
     assert found["groups"] == 8 * 3 * 2048 * 7168 // 32

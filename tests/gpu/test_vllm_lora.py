@@ -144,6 +144,14 @@ def test_disk_and_memory(name: str, found: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", MERGED)
+def test_disk_and_memory_to_the_bit(name: str, found: dict[str, Any]) -> None:
+    """The same tokens, and log-probabilities without any difference, where a batch does not blur them."""
+    assert found[f"memory {name} alone"] == found[f"{name} alone"]
+    distinct = {tuple(answer["logprobs"][0]) for answer in found[f"{name} alone"]}
+    assert len(distinct) == len(found[f"{name} alone"])
+
+
+@pytest.mark.parametrize("name", MERGED)
 def test_against_the_merged_checkpoint(name: str, found: dict[str, Any], folder: Path) -> None:
     scores = run(f"merged-{name}", folder)["scores"]
     merged = difference(found[name]["logprobs"], scores)

@@ -16,6 +16,7 @@ from typing import Any
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 TOKENS = 16
+ALONE = 16
 SETTINGS = {
     "language_model_only": True,
     "enforce_eager": True,
@@ -67,6 +68,7 @@ def adapters(folder: Path) -> dict[str, Any]:
         # Under another name, so that it does not begin with cached prefixes, which round otherwise.
         again = LoRARequest(f"{name}-again", number + 100, str(paths[name]))
         found[f"{name} again"] = generate(llm, plan["prompts"], again)
+        found[f"{name} alone"] = generate_alone(llm, plan["prompts"], request)
         llm.llm_engine.remove_lora(number)
         llm.llm_engine.remove_lora(number + 100)
     in_memory = ("attention", "experts", "all", "other")
@@ -74,6 +76,7 @@ def adapters(folder: Path) -> dict[str, Any]:
         request = from_memory(f"memory-{name}", name, number)
         found[f"memory {name}"] = generate(llm, plan["prompts"], request)
         found[f"memory {name} digest"] = digest(llm, number)
+        found[f"memory {name} alone"] = generate_alone(llm, plan["prompts"], request)
     for name in plan["merged"]:
         found[f"{name} base scores"] = score(llm, sequences(plan, found[name]))
     # Ids 11 to 14 fill the cache of 4; a fifth evicts the first, which comes back without a file.
@@ -148,6 +151,19 @@ def generate(llm: Any, prompts: list[list[int]], lora: Any = None) -> dict[str, 
             for out in outputs
         ],
     }
+
+
+def generate_alone(llm: Any, prompts: list[list[int]], lora: Any) -> list[dict[str, Any]]:
+    """A few prompts, one after the other and without cached prefixes, so that nothing rounds otherwise.
+
+    In a batch an expert has several blocks of tokens. Which token comes into which differs between runs,
+    and Marlin cuts the sums of each block elsewhere.
+    """
+    answers = []
+    for prompt in prompts[:ALONE]:
+        llm.reset_prefix_cache()
+        answers.append(generate(llm, [prompt], lora))
+    return answers
 
 
 def score(llm: Any, asked: list[list[int]]) -> list[list[float]]:

@@ -34,7 +34,7 @@ class Options:
     engine_python: str = ""
     engine_pythonpath: str | None = None
     steps: int = 20
-    full_steps: int = 5
+    full_steps: int = 20
     lr: float = 2e-4
     full_lr: float = 5e-6
     layers: int = 3

@@ -13,7 +13,8 @@ test: setup test-vllm   ## all tests that run without a GPU (GPU tests skip them
 	@.venv/bin/python -m pytest -q
 
 test-vllm: setup-vllm   ## the tests that need the real vLLM, on a CPU
-	@.venv-vllm/bin/python -m pytest -q tests/inference tests/patches
+	@.venv-vllm/bin/python -m pytest -q tests/inference tests/patches \
+		tests/multimodal/test_against_vllm.py
 
 gpu-check: setup setup-vllm   ## on a GPU: load, train, export, serve, sync and compare, with the real widths
 	@.venv/bin/python scripts/gpu_check.py

@@ -20,3 +20,7 @@ class CheckpointError(KimiBridgeError):
 
 class Int4Error(KimiBridgeError, ValueError):
     """A tensor that the INT4 format cannot hold: shape, dtype, NaN or Inf."""
+
+
+class MultimodalError(KimiBridgeError, ValueError):
+    """An image, reference or rollout that cannot be trained on as it is. Names the sample and the image."""

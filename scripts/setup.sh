@@ -65,6 +65,6 @@ build_te_wheel() {
 wheels=$(find_te_wheel) || { build_te_wheel; wheels=$cache; }
 say "installing the pinned packages into .venv (6 GB, one to five minutes)"
 uv pip install --quiet --compile-bytecode --python "$venv" --find-links "$wheels" \
-  --constraint scripts/constraints.txt --override scripts/overrides.txt --editable '.[megatron,dev]'
+  --constraint scripts/constraints.txt --override scripts/overrides.txt --editable '.[megatron,multimodal,dev]'
 echo "$stamp" > "$venv/.kimi-bridge-setup"
 say "done"

@@ -20,6 +20,7 @@ LAYERS = {
     "adapter": {"int4", "checkpoint", "conversion"},
     "megatron": {"int4", "checkpoint", "adapter"},
     "inference": set(),
+    "multimodal": set(),
     "ray_env": set(),
     "sequence_parallel": set(),
     "patches": {"sequence_parallel"},
@@ -76,6 +77,10 @@ def test_imports_point_downward(file: Path) -> None:
     [
         ("import kimi_bridge", ("torch", "transformers", "megatron", "vllm", "ray")),
         ("import kimi_bridge.checkpoint", ("megatron", "transformer_engine", "vllm", "ray")),
+        (
+            "import kimi_bridge.multimodal",
+            ("megatron", "transformer_engine", "transformers", "vllm", "ray"),
+        ),
         ("import kimi_bridge.inference", ("megatron", "transformer_engine", "transformers", "vllm", "ray")),
         ("import kimi_bridge.sequence_parallel", ("megatron", "transformers", "vllm", "ray")),
         ("import kimi_bridge.ray_env", ("torch", "transformers", "megatron", "vllm", "ray")),

@@ -173,8 +173,9 @@ def serve(settings: dict[str, Any], descriptor: int) -> None:
     begin = time.perf_counter()
     try:
         # The plugin does it too, where it is installed.
-        import kimi_bridge.patches.auto  # noqa: F401
         import vllm
+
+        import kimi_bridge.patches.auto  # noqa: F401
 
         server = Server(settings, reply)
     except Exception as error:

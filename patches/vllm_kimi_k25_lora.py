@@ -30,6 +30,8 @@ SWITCH = "KIMI_BRIDGE_VLLM_LORA"
 _MODULE = "vllm.model_executor.models.kimi_k25"
 _CLASS = "KimiK25ForConditionalGeneration"
 _MARK = "kimi_bridge_lora_members"
+_BEFORE = "kimi_bridge_lora_before"
+_ABSENT = object()
 
 # Below vLLM's own logger, whose handlers print it: this library's loggers have none in a vLLM process.
 _logger = logging.getLogger("vllm.kimi_bridge")
@@ -46,11 +48,36 @@ def apply() -> str:
         return f"{SWITCH} is off: vLLM is left as it is."
     if importlib.util.find_spec("vllm") is None:
         return "vLLM is not installed."
-    if (module := sys.modules.get(_MODULE)) is not None and hasattr(module, _CLASS):
-        return _declare(getattr(module, _CLASS))
-    if not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
+    if (model := _imported()) is not None:
+        return _declare(model)
+    if _waiting() is None:
         sys.meta_path.insert(0, _WhenImported())
     return f"{_CLASS} will accept LoRA once vLLM imports it."
+
+
+def is_applied() -> bool:
+    """Whether `apply` has changed the class, or waits for it to be imported."""
+    return _waiting() is not None or _MARK in getattr(_imported(), "__dict__", ())
+
+
+def undo() -> None:
+    """Takes back what `apply` did. Models that were built meanwhile keep their adapters."""
+    if (finder := _waiting()) is not None:
+        sys.meta_path.remove(finder)
+    model = _imported()
+    for name, before in getattr(model, "__dict__", {}).get(_BEFORE, {}).items():
+        delattr(model, name) if before is _ABSENT else setattr(model, name, before)
+    for name in (_MARK, _BEFORE):
+        if name in getattr(model, "__dict__", ()):
+            delattr(model, name)
+
+
+def _waiting() -> MetaPathFinder | None:
+    return next((finder for finder in sys.meta_path if isinstance(finder, _WhenImported)), None)
+
+
+def _imported() -> type | None:
+    return getattr(sys.modules.get(_MODULE), _CLASS, None)
 
 
 def _declare(model: type) -> str:
@@ -60,15 +87,19 @@ def _declare(model: type) -> str:
     from vllm.model_executor.models.interfaces import SupportsLoRA, supports_lora
 
     declared: set[str] = model.__dict__.get(_MARK, set())
+    before: dict[str, Any] = model.__dict__.get(_BEFORE, {})
     if not declared and supports_lora(model):
         return _say(f"{_CLASS} accepts LoRA without this library: nothing done.")
     members = set(get_protocol_members(SupportsLoRA)) - declared
+    for name in members | {"lora_manager", "get_mm_mapping"}:
+        before.setdefault(name, model.__dict__.get(name, _ABSENT))
     for name in members:
         setattr(model, name, _member(DeepseekV2ForCausalLM, name))
     model.lora_manager = property(_get_manager, _set_manager)  # type: ignore[attr-defined]
     if not hasattr(model, "get_mm_mapping"):
         model.get_mm_mapping = _get_mm_mapping  # type: ignore[attr-defined]
     setattr(model, _MARK, declared | members)
+    setattr(model, _BEFORE, before)
     if not supports_lora(model):
         _logger.warning(
             "%s still does not pass vLLM's check for LoRA: report it with vLLM's version.", _CLASS

@@ -4,7 +4,14 @@ import kimi_bridge.megatron
 bridge = AutoBridge.from_hf_pretrained("moonshotai/Kimi-K2.5")
 """
 
-from kimi_bridge.megatron.bridge import KimiK25TextBridge, assert_registered, ensure_text_only, register
+from kimi_bridge.megatron.bridge import (
+    KimiK25TextBridge,
+    assert_registered,
+    ensure_text_only,
+    is_registered,
+    register,
+    unregister,
+)
 from kimi_bridge.megatron.lora import (
     AdapterStream,
     LoadedAdapter,
@@ -28,9 +35,11 @@ __all__ = [
     "ensure_text_only",
     "export_adapter",
     "export_checkpoint",
+    "is_registered",
     "iter_adapter_tensors",
     "iter_int4_weights",
     "load_adapter_into",
     "load_checkpoint",
     "register",
+    "unregister",
 ]

@@ -19,6 +19,8 @@ from megatron.bridge.models.conversion.model_bridge import (
     MegatronModelBridge,
     WeightConversionTask,
     get_model_bridge,
+    stream_weights_megatron_to_hf,
+    stream_weights_megatron_to_hf_quant,
 )
 from megatron.bridge.models.deepseek.common import get_common_mapping_list
 from megatron.bridge.models.deepseek.deepseek_v3_bridge import DeepSeekV3Bridge
@@ -30,8 +32,13 @@ from transformers.configuration_utils import PretrainedConfig
 from kimi_bridge.errors import CheckpointError, KimiBridgeError
 from kimi_bridge.megatron import transfer
 from kimi_bridge.megatron.collective import on_every_rank
-from kimi_bridge.megatron.expert_lora import correct_expert_adapters
-from kimi_bridge.megatron.pretrained import KimiStateSource, install_source, use_pretrained_class
+from kimi_bridge.megatron.expert_lora import correct_expert_adapters, undo_correction
+from kimi_bridge.megatron.pretrained import (
+    KimiStateSource,
+    install_source,
+    use_pretrained_class,
+    use_upstreams_class,
+)
 from kimi_bridge.megatron.spec import direct_query_block_spec
 
 ARCHITECTURE = "KimiK25ForConditionalGeneration"
@@ -179,6 +186,11 @@ def register() -> None:
     Importing this module has imported megatron.bridge, so upstream's VL bridge has registered already:
     the registry keeps the last one.
     """
+    for dispatcher in _DISPATCHERS:
+        for key in (ARCHITECTURE, (ARCHITECTURE, GPTModel)):
+            entry = dispatcher._exact_types.get(key)
+            if entry is not _registered.get((dispatcher, key)):
+                _before[dispatcher, key] = entry
     MegatronModelBridge.register_bridge(
         source=ARCHITECTURE, target=GPTModel, provider=MLAModelProvider, model_type="kimi_k25"
     )(KimiK25TextBridge)
@@ -186,6 +198,32 @@ def register() -> None:
     correct_expert_adapters()
     # A Megatron checkpoint names the layer spec's function, and loading one checks whose it is.
     register_allowed_target_prefix("kimi_bridge.")
+    _registered.update({(dispatcher, key): dispatcher._exact_types.get(key) for dispatcher, key in _before})
+
+
+def unregister() -> None:
+    """Takes back what `register` did: whatever held the name before this library holds it again."""
+    for (dispatcher, key), entry in _before.items():
+        if dispatcher._exact_types.get(key) is _registered.get((dispatcher, key)):
+            dispatcher._exact_types.pop(key, None)
+            if entry is not None:
+                dispatcher.impl(key)(entry)
+            dispatcher._dispatch_cache.clear()
+    _before.clear()
+    _registered.clear()
+    use_upstreams_class()
+    undo_correction()
+
+
+# What Megatron-Bridge looks bridges up in, its entries before `register`, and those that it made.
+_DISPATCHERS = (get_model_bridge, stream_weights_megatron_to_hf, stream_weights_megatron_to_hf_quant)
+_before: dict[tuple[Any, Any], Any] = {}
+_registered: dict[tuple[Any, Any], Any] = {}
+
+
+def is_registered() -> bool:
+    """Whether `KimiK25TextBridge` handles the architecture in this process now."""
+    return type(get_model_bridge(ARCHITECTURE)) is KimiK25TextBridge
 
 
 def assert_registered() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from kimi_bridge.checkpoint import CheckpointReader, synthesize_checkpoint, verify_checkpoints
 from kimi_bridge.int4 import KIMI_QAT, quantize
+from tests.megatron.conftest import needs_megatron_checkpoints
 from tests.megatron.ranks import Layout, Ranks
 
 # Four ranks hold TP 2 x EP 2 x PP 2 with the experts' own tensor parallelism at 1.
@@ -80,6 +81,7 @@ def test_local_spec(layout: Layout, ranks: Ranks, sources: dict[str, Path], tmp_
     assert_identical(sources["mixed"], tmp_path / "out")
 
 
+@needs_megatron_checkpoints
 def test_a_megatron_checkpoint_between_two_layouts(
     ranks: Ranks, sources: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -97,6 +99,7 @@ def test_a_megatron_checkpoint_between_two_layouts(
     assert "moe_token_dispatcher_type: alltoall" in run_config
 
 
+@needs_megatron_checkpoints
 def test_autobridge_import_ckpt_and_export_ckpt(
     ranks: Ranks, sources: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -25,5 +25,7 @@ uv pip install --quiet --compile-bytecode --python "$venv" --find-links "$wheels
   cloudpathlib func-timeout hydra-core jaxtyping omegaconf pandas polars tensordict torchdata uvicorn fastapi
 # Without its dependencies: they name vLLM, flash-attn and packages for other clouds.
 uv pip install --quiet --compile-bytecode --python "$venv" --constraint "$constraints" --no-deps skyrl skyrl-gym
+# SkyRL 0.4.0 wants a newer Megatron-Bridge than any release: what of it imports here is tested from this folder.
+uv pip install --quiet --python "$venv" --target "$venv/skyrl-0.4.0" --no-deps skyrl==0.4.0
 echo "$stamp" > "$venv/.kimi-bridge-setup"
 say "done"

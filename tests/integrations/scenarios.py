@@ -150,8 +150,9 @@ def fake_quantized_experts(src: str, layout: Layout, divisor: float, q_min: floa
         worker = skyrl_worker.build(make(src, layout, *more, lora=8))
         linears = [m for m in worker.actor_module[0].modules() if isinstance(m, TEGroupedLinear)]
         ours = [weight for linear in linears for weight in linear._get_weight_tensors()]
-        name = fake_int4_qat.fake_int4_quantize_ste.__module__, hasattr(
-            fake_int4_qat.fake_int4_quantize_ste, "__wrapped__"
+        name = (
+            fake_int4_qat.fake_int4_quantize_ste.__module__,
+            hasattr(fake_int4_qat.fake_int4_quantize_ste, "__wrapped__"),
         )
     theirs = [weight for linear in linears for weight in linear._get_weight_tensors()]
     plain = [weight for linear in linears for weight in masters(linear)]
@@ -164,5 +165,3 @@ def fake_quantized_experts(src: str, layout: Layout, divisor: float, q_min: floa
         "equal": all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)),
         "changed": sum(not torch.equal(a, b) for a, b in zip(theirs, plain, strict=True)),
     }
-
-

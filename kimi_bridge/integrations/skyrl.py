@@ -5,8 +5,8 @@
 `install` imports neither Megatron nor vLLM nor SkyRL: engine workers lack the first, trainers the second. It
 acts right after the modules it concerns have been imported, or at once on those that already are. So neither
 the order of imports matters nor that of `install` and the imports, and whoever registers a bridge for the
-architecture later, SkyRL 0.4.0 for one, is still behind: `MegatronWorker.init_configs` registers once more just
-before the bridge is looked up.
+architecture later, SkyRL 0.4.0 for one, is still behind: `MegatronWorker.init_configs` registers once more
+just before the bridge is looked up.
 """
 
 from __future__ import annotations

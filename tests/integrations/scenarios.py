@@ -59,6 +59,22 @@ def round_trip(src: str, dst: str, layout: Layout, as_bf16_base: bool) -> str:
         return f"{bridge.__module__}.{bridge.__name__}"
 
 
+def registered_late(src: str) -> str:
+    """Another bridge takes the name after everything has been imported and installed."""
+    from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
+    from megatron.bridge.models.kimi_vl.kimi_k25_vl_bridge import KimiK25VLBridge
+    from megatron.bridge.models.kimi_vl.modeling_kimi_k25_vl import KimiK25VLModel
+
+    with plugin():
+        worker = make(src, Layout())
+        MegatronModelBridge.register_bridge(source="KimiK25ForConditionalGeneration", target=KimiK25VLModel)(
+            KimiK25VLBridge
+        )
+        assert not kimi.is_registered()
+        skyrl_worker.build(worker)
+        return type(worker.bridge._model_bridge).__module__
+
+
 def vision(src: str) -> None:
     with plugin():
         skyrl_worker.build(make(src, Layout()), language_model_only=False)

@@ -81,3 +81,40 @@ def build(worker: Any, language_model_only: bool = True) -> Any:
         bf16=worker.cfg.bf16,
     )
     return worker
+
+
+def batch(sequences: torch.Tensor, responses: int) -> Any:
+    """What SkyRL's trainer hands to a worker: `[n, length]` tokens, of which the last `responses` are sampled."""
+    from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
+
+    count = len(sequences)
+    signs = torch.where(torch.arange(count) % 2 == 0, 1.0, -1.0)[:, None]
+    data = TrainingInputBatch(
+        {
+            "sequences": sequences,
+            "attention_mask": torch.ones_like(sequences),
+            "response_mask": torch.ones(count, responses, dtype=torch.long),
+            "loss_mask": torch.full((count, responses), 1.0 / (count * responses)),
+            "advantages": signs.expand(count, responses).contiguous(),
+            "action_log_probs": torch.zeros(count, responses),
+            "base_action_log_probs": torch.zeros(count, responses),
+        }
+    )
+    data.metadata = {"response_length": responses}
+    return data
+
+
+def log_probabilities(worker: Any, data: Any) -> torch.Tensor:
+    """SkyRL's forward: `[n, responses]`."""
+    outputs = worker.forward(data).loss_fn_outputs
+    return torch.tensor([each["logprobs"] for each in outputs])
+
+
+def train(worker: Any, data: Any, steps: int) -> list[dict[str, float]]:
+    """SkyRL's policy update: forward and backward of its loss, clipping, the optimizer's step."""
+    found = []
+    for _ in range(steps):
+        data["action_log_probs"] = log_probabilities(worker, data)
+        metrics = worker.forward_backward(data).metrics
+        found.append({"loss": metrics["policy_loss"], "grad_norm": worker.optim_step()})
+    return found

@@ -55,6 +55,10 @@ def test_with_it_the_model_is_the_checkpoint(
     assert report.identical, report
 
 
+def test_whoever_registers_later_is_behind(ranks: Ranks, sources: dict[str, str]) -> None:
+    assert ranks.run("registered_late", src=sources["kimi"]) == "kimi_bridge.megatron.bridge"
+
+
 def test_language_model_only_off_says_what_to_set(ranks: Ranks, sources: dict[str, str]) -> None:
     for error in ranks.errors("vision", src=sources["kimi"]):
         assert error.kind == "KimiBridgeError"

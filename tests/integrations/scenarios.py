@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ import kimi_bridge.megatron as kimi
 from kimi_bridge.integrations import skyrl
 from kimi_bridge.megatron.runtime import Layout
 from tests.integrations import skyrl_worker
+from tests.megatron import forward
+from tests.megatron.forward import CudaMeansCpu, local_spec_provider
 from tests.megatron.lora_scenarios import randomize
 
 
@@ -73,6 +75,73 @@ def registered_late(src: str) -> str:
         assert not kimi.is_registered()
         skyrl_worker.build(worker)
         return type(worker.bridge._model_bridge).__module__
+
+
+def training_steps(src: str, dst: str, layout: Layout) -> dict[str, Any]:
+    """SkyRL's policy update with its QAT, on the CPU's layer spec; then its adapter."""
+    import megatron.core.optimizer as megatron_optimizer
+    from megatron.core.extensions.transformer_engine import TEGroupedLinear
+    from skyrl.backends.skyrl_train.workers.megatron import fake_int4_qat
+
+    megatron_optimizer.USING_PYTORCH_OPTIMIZER = True
+    used: list[int] = []
+    masters = TEGroupedLinear._get_weight_tensors
+    with plugin(), CudaMeansCpu():
+        arguments = skyrl_worker.training(src, "trainer.gradient_checkpointing=false", ep=layout.ep)
+        worker = skyrl_worker.make(arguments, dist.get_rank(), dist.get_world_size())
+        init_configs = worker.init_configs
+
+        def with_local_spec(*args: Any, **kwargs: Any) -> None:
+            init_configs(*args, **kwargs)
+            local_spec_provider(worker.provider, torch.bfloat16, grouped=True)
+            worker.provider.transformer_layer_spec = grouped_spec_with_qat(used)
+            without_streams()
+
+        worker.init_configs = with_local_spec
+        worker.init_model(src, num_training_steps=10)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        data = skyrl_worker.batch(torch.randint(0, 1280, (4, 16), generator=generator), 8)
+        before = skyrl_worker.log_probabilities(worker, data)
+        frozen = [p.clone() for n, p in worker.actor_module[0].named_parameters() if not p.requires_grad]
+        steps = skyrl_worker.train(worker, data, 2)
+        after = skyrl_worker.log_probabilities(worker, data)
+        still = [p for n, p in worker.actor_module[0].named_parameters() if not p.requires_grad]
+        asyncio.run(worker._save_lora_adapters_and_sync(dst, Engine()))
+    TEGroupedLinear._get_weight_tensors, fake_int4_qat._installed = masters, False
+    return {
+        "steps": steps,
+        "gain": ((after - before) * data["advantages"]).mean().item(),
+        "frozen": all(torch.equal(a, b) for a, b in zip(frozen, still, strict=True)),
+        "fake quantized": sum(used),
+    }
+
+
+def grouped_spec_with_qat(used: list[int]) -> Any:
+    """Transformer Engine's grouped experts; expert by expert, with the weights that their one GEMM would get."""
+    from megatron.core.extensions.transformer_engine import TEGroupedLinear
+
+    def spec(config: Any, vp_stage: int | None = None) -> Any:
+        made = forward._grouped_spec(config, vp_stage)
+        TEGroupedLinear.forward = expert_by_expert
+        return made
+
+    def expert_by_expert(linear: Any, hidden: torch.Tensor, m_splits: Any, **_kwargs: Any) -> Any:
+        weights = linear._get_weight_tensors()
+        used.append(sum(not torch.equal(w, getattr(linear, f"weight{i}")) for i, w in enumerate(weights)))
+        parts = hidden.split([int(count) for count in m_splits])
+        products = [torch.nn.functional.linear(x, w) for x, w in zip(parts, weights, strict=True)]
+        return torch.cat(products), None
+
+    return spec
+
+
+def without_streams() -> None:
+    """Wrapping a model in DDP makes streams that wait for each other."""
+    from unittest.mock import MagicMock
+
+    torch.cuda.Stream = torch.cuda.current_stream = lambda *_args, **_kwargs: MagicMock()
+    torch.cuda.stream = lambda *_args: nullcontext()
+    torch.cuda.empty_cache = lambda: None
 
 
 def vision(src: str) -> None:

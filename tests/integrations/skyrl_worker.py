@@ -33,6 +33,26 @@ def overrides(src: str, *more: str, tp: int = 1, ep: int = 1, pp: int = 1, lora:
     ]
 
 
+def training(src: str, *more: str, rank: int = 8, **sizes: int) -> list[str]:
+    """The same for a few steps of QAT with LoRA on all linears."""
+    settings = {
+        "policy.model.lora.target_modules": ALL_LINEAR,
+        "policy.model.fake_int4_qat.enabled": "true",
+        "policy.model.fake_int4_qat.scale_divisor": "7.0",
+        "policy.model.fake_int4_qat.q_min": "-7",
+        "policy.optimizer_config.lr": "1e-3",
+        "policy.megatron_config.transformer_config_kwargs.gradient_accumulation_fusion": "false",
+        "algorithm.use_kl_loss": "false",
+        "remove_microbatch_padding": "false",
+        "flash_attn": "false",
+        "micro_forward_batch_size_per_gpu": "2",
+        "micro_train_batch_size_per_gpu": "2",
+    }
+    return overrides(
+        src, *(f"trainer.{name}={value}" for name, value in settings.items()), *more, lora=rank, **sizes
+    )
+
+
 def make(arguments: Sequence[str], rank: int = 0, world_size: int = 1) -> Any:
     """The worker with its process groups, before its model: torch.distributed is initialized already."""
     from skyrl.backends.skyrl_train.workers.megatron.megatron_worker import MegatronPolicyWorkerBase
@@ -84,7 +104,7 @@ def build(worker: Any, language_model_only: bool = True) -> Any:
 
 
 def batch(sequences: torch.Tensor, responses: int) -> Any:
-    """What SkyRL's trainer hands to a worker: `[n, length]` tokens, of which the last `responses` are sampled."""
+    """What SkyRL's trainer hands to a worker: `[n, length]` tokens, the last `responses` of them sampled."""
     from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
 
     count = len(sequences)

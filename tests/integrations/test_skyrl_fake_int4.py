@@ -160,7 +160,7 @@ def test_nan_raises_where_nobody_waits_for_a_gpu(original: Callable[..., Any], v
     weight = torch.randn(4, 64).bfloat16()
     weight[2, 40] = value
     assert original(weight, 32, 7.0, -7)[2, 32:].isnan().all(), "SkyRL goes on with NaN"
-    with pytest.raises(Int4Error, match="row 2, columns 32..63"):
+    with pytest.raises(Int4Error, match=r"row 2, columns 32\.\.63"):
         fake_int4(original)(weight, 32, 7.0, -7)
 
 

@@ -124,3 +124,17 @@ def test_fake_quantized_experts_are_skyrls(
     assert result["equal"]
     # The grid of a Kimi checkpoint is a fixed point; amax/7.5 is not.
     assert (result["changed"] > 0) == (source == "rtn")
+
+
+def test_a_training_step(ranks: Ranks, sources: dict[str, str], tmp_path: Path) -> None:
+    """Forward, backward and optimizer are SkyRL's; only kernels without a CPU form are others."""
+    result = ranks.run("training_steps", src=sources["rtn"], dst=str(tmp_path / "out"), layout=EP4)
+    for step in result["steps"]:
+        assert step["grad_norm"] > 0
+    assert result["gain"] > 0.01, "what was rewarded must become likelier"
+    assert result["frozen"]
+    assert result["fake quantized"] > 0, "the experts' GEMMs must have got fake-quantized weights"
+    config, tensors = adapter(tmp_path / "out")
+    assert config["r"] == 8
+    trained = [tensor for name, tensor in tensors.items() if "lora_B" in name]
+    assert sum(tensor.abs().sum() > 0 for tensor in trained) > len(trained) // 2

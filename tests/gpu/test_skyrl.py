@@ -1,9 +1,9 @@
 """SkyRL's own worker on a GPU: QAT with LoRA from the INT4 checkpoint, its adapter into vLLM.
 
-    KIMI_BRIDGE_ENGINE_PYTHON=VLLM_PYTHON KIMI_BRIDGE_ENGINE_PYTHONPATH=... python -m pytest -s tests/gpu/test_skyrl.py
+    KIMI_BRIDGE_ENGINE_PYTHON=.venv-vllm/bin/python python -m pytest -s tests/gpu/test_skyrl.py
 
-The first runs here, the second is vLLM's interpreter, with PYTHONPATH set so, as in scripts/gpu_check.py; without
-it the last test skips.
+The variable names vLLM's interpreter, KIMI_BRIDGE_ENGINE_PYTHONPATH the PYTHONPATH it needs, as the options
+of scripts/gpu_check.py do. Without it the last test skips.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 from kimi_bridge.checkpoint import synthesize_checkpoint
 from kimi_bridge.int4 import KIMI_QAT, RTN
 from kimi_bridge.integrations import skyrl
+from tests.inference.adapters import calm
 from tests.integrations import skyrl_worker
 
 pytest.importorskip("skyrl")
@@ -44,7 +45,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespac
     from megatron.core import parallel_state
 
     folder = tmp_path_factory.mktemp("skyrl")
-    source = str(synthesize_checkpoint(folder / "small", size="small"))
+    source = str(calm(synthesize_checkpoint(folder / "small", size="small")))
     skyrl.install()
     torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)

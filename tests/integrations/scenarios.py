@@ -117,7 +117,7 @@ def training_steps(src: str, dst: str, layout: Layout) -> dict[str, Any]:
 
 
 def grouped_spec_with_qat(used: list[int]) -> Any:
-    """Transformer Engine's grouped experts; expert by expert, with the weights that their one GEMM would get."""
+    """Transformer Engine's grouped experts, expert by expert, with the weights that their GEMM would get."""
     from megatron.core.extensions.transformer_engine import TEGroupedLinear
 
     def spec(config: Any, vp_stage: int | None = None) -> Any:

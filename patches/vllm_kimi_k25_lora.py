@@ -47,6 +47,8 @@ _TARGETS = (
     ),
 )
 _MARK = "kimi_bridge_lora_members"
+_BEFORE = "kimi_bridge_lora_before"
+_ABSENT = object()
 
 # Below vLLM's own logger, whose handlers print it: this library's loggers have none in a vLLM process.
 _logger = logging.getLogger("vllm.kimi_bridge")
@@ -66,14 +68,40 @@ def apply() -> str:
     return " ".join(_apply_to(target) for target in _TARGETS)
 
 
+def is_applied() -> bool:
+    """Whether `apply` has changed the classes, or waits for them to be imported."""
+    waiting = [finder.target for finder in _waiting()]
+    return all(
+        target in waiting or _MARK in getattr(_imported(target), "__dict__", ()) for target in _TARGETS
+    )
+
+
+def undo() -> None:
+    """Takes back what `apply` did. Models that were built meanwhile keep their adapters."""
+    for finder in _waiting():
+        sys.meta_path.remove(finder)
+    for model in filter(None, map(_imported, _TARGETS)):
+        for name, before in model.__dict__.get(_BEFORE, {}).items():
+            delattr(model, name) if before is _ABSENT else setattr(model, name, before)
+        for name in (_MARK, _BEFORE):
+            if name in model.__dict__:
+                delattr(model, name)
+
+
 def _apply_to(target: _Target) -> str:
-    module = sys.modules.get(target.module)
-    if module is not None and hasattr(module, target.name):
-        return _declare(getattr(module, target.name), target)
-    waiting = (finder.target for finder in sys.meta_path if isinstance(finder, _WhenImported))
-    if target not in waiting:
+    if (model := _imported(target)) is not None:
+        return _declare(model, target)
+    if target not in (finder.target for finder in _waiting()):
         sys.meta_path.insert(0, _WhenImported(target))
     return f"{target.name} will accept LoRA once vLLM imports it."
+
+
+def _waiting() -> list[_WhenImported]:
+    return [finder for finder in sys.meta_path if isinstance(finder, _WhenImported)]
+
+
+def _imported(target: _Target) -> type | None:
+    return getattr(sys.modules.get(target.module), target.name, None)
 
 
 def _declare(model: type, target: _Target) -> str:
@@ -83,15 +111,19 @@ def _declare(model: type, target: _Target) -> str:
     from vllm.model_executor.models.interfaces import SupportsLoRA, supports_lora
 
     declared: set[str] = model.__dict__.get(_MARK, set())
+    before: dict[str, Any] = model.__dict__.get(_BEFORE, {})
     if not declared and supports_lora(model):
         return _say(f"{target.name} accepts LoRA without this library: nothing done.")
     members = set(get_protocol_members(SupportsLoRA)) - declared
+    for name in members | {"lora_manager", "get_mm_mapping"}:
+        before.setdefault(name, model.__dict__.get(name, _ABSENT))
     for name in members:
         setattr(model, name, _member(DeepseekV2ForCausalLM, name))
     model.lora_manager = property(_get_manager, _set_manager)  # type: ignore[attr-defined]
     if not hasattr(model, "get_mm_mapping"):
         model.get_mm_mapping = _mm_mapping(target.connector)  # type: ignore[attr-defined]
     setattr(model, _MARK, declared | members)
+    setattr(model, _BEFORE, before)
     if not supports_lora(model):
         _logger.warning(
             "%s still does not pass vLLM's check for LoRA: report it with vLLM's version.", target.name

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kimi_bridge.checkpoint import synthesize_checkpoint
+from tests.megatron.conftest import needs_megatron_checkpoints
 
 VERBS = ("demo", "doctor", "inspect", "synthesize", "import", "export", "verify")
 VERBS += ("dequantize", "quantize", "truncate", "merge-adapter")
@@ -158,6 +159,7 @@ def test_import_refuses_a_layout_that_needs_more_processes(tiny: Path, tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
+@needs_megatron_checkpoints
 def test_a_failed_import_leaves_nothing(tiny: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     synthesize_checkpoint(broken)
@@ -169,6 +171,7 @@ def test_a_failed_import_leaves_nothing(tiny: Path, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["broken"]
 
 
+@needs_megatron_checkpoints
 def test_import_and_export_in_one_process(tiny: Path, tmp_path: Path) -> None:
     done = run("import", "--hf-model", tiny, "--megatron-path", tmp_path / "m")
     assert done.returncode == 0, done.stderr
@@ -183,6 +186,7 @@ def test_import_and_export_in_one_process(tiny: Path, tmp_path: Path) -> None:
     assert run("verify", tiny, tmp_path / "out").returncode == 0
 
 
+@needs_megatron_checkpoints
 def test_demo(tmp_path: Path) -> None:
     done = run("demo", "--folder", tmp_path / "demo")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,7 +1,7 @@
 """The INT4 number format: codes, scales and the arithmetic that training and serving share."""
 
 from kimi_bridge.int4.codec import Int4Weight, dequantize, pack, quantize, requantize, served_values, unpack
-from kimi_bridge.int4.fake_quant import fake_quantize
+from kimi_bridge.int4.fake_quant import fake_quantize, fake_quantize_all
 from kimi_bridge.int4.scheme import KIMI_QAT, RTN, Int4Scheme
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Int4Weight",
     "dequantize",
     "fake_quantize",
+    "fake_quantize_all",
     "pack",
     "quantize",
     "requantize",

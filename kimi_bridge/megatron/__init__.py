@@ -9,7 +9,9 @@ from kimi_bridge.megatron.bridge import (
     KimiVLTextBridge,
     assert_registered,
     ensure_text_only,
+    is_registered,
     register,
+    unregister,
 )
 from kimi_bridge.megatron.lora import (
     AdapterStream,
@@ -35,9 +37,11 @@ __all__ = [
     "ensure_text_only",
     "export_adapter",
     "export_checkpoint",
+    "is_registered",
     "iter_adapter_tensors",
     "iter_int4_weights",
     "load_adapter_into",
     "load_checkpoint",
     "register",
+    "unregister",
 ]

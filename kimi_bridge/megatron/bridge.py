@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +19,8 @@ from megatron.bridge.models.conversion.model_bridge import (
     MegatronModelBridge,
     WeightConversionTask,
     get_model_bridge,
+    stream_weights_megatron_to_hf,
+    stream_weights_megatron_to_hf_quant,
 )
 from megatron.bridge.models.deepseek.common import get_common_mapping_list
 from megatron.bridge.models.deepseek.deepseek_v3_bridge import DeepSeekV3Bridge
@@ -31,9 +33,14 @@ from kimi_bridge.checkpoint.families import FAMILIES, TEXT_PREFIX, VISION_PREFIX
 from kimi_bridge.errors import CheckpointError, KimiBridgeError
 from kimi_bridge.megatron import transfer
 from kimi_bridge.megatron.collective import on_every_rank
-from kimi_bridge.megatron.expert_lora import correct_expert_adapters
-from kimi_bridge.megatron.pretrained import KimiStateSource, install_source, use_pretrained_class
-from kimi_bridge.megatron.spec import correct_direct_queries
+from kimi_bridge.megatron.expert_lora import correct_expert_adapters, undo_correction
+from kimi_bridge.megatron.pretrained import (
+    KimiStateSource,
+    install_source,
+    use_pretrained_class,
+    use_upstreams_class,
+)
+from kimi_bridge.megatron.spec import correct_direct_queries, leave_direct_queries
 
 _TEXT_ONLY = (
     "Kimi K2.5 and Kimi-VL checkpoints train text-only: the vision tower stays frozen in the inference"
@@ -183,6 +190,11 @@ def register() -> None:
     Importing this module has imported megatron.bridge, so upstream's VL bridge has registered already:
     the registry keeps the last one.
     """
+    for dispatcher in _DISPATCHERS:
+        for key in _keys():
+            entry = dispatcher._exact_types.get(key)
+            if entry is not _registered.get((dispatcher, key)):
+                _before[dispatcher, key] = entry
     for family in FAMILIES.values():
         MegatronModelBridge.register_bridge(
             source=family.architecture,
@@ -195,6 +207,37 @@ def register() -> None:
     correct_expert_adapters()
     # A Megatron checkpoint names the layer spec's function, and loading one checks whose it is.
     register_allowed_target_prefix("kimi_bridge.")
+    _registered.update({(dispatcher, key): dispatcher._exact_types.get(key) for dispatcher, key in _before})
+
+
+def unregister() -> None:
+    """Takes back what `register` did: whatever held the name before this library holds it again."""
+    for (dispatcher, key), entry in _before.items():
+        if dispatcher._exact_types.get(key) is _registered.get((dispatcher, key)):
+            dispatcher._exact_types.pop(key, None)
+            if entry is not None:
+                dispatcher.impl(key)(entry)
+            dispatcher._dispatch_cache.clear()
+    _before.clear()
+    _registered.clear()
+    use_upstreams_class()
+    leave_direct_queries()
+    undo_correction()
+
+
+def _keys() -> list[Any]:
+    return [key for f in FAMILIES.values() for key in (f.architecture, (f.architecture, GPTModel))]
+
+
+# What Megatron-Bridge looks bridges up in, its entries before `register`, and those that it made.
+_DISPATCHERS = (get_model_bridge, stream_weights_megatron_to_hf, stream_weights_megatron_to_hf_quant)
+_before: dict[tuple[Any, Any], Any] = {}
+_registered: dict[tuple[Any, Any], Any] = {}
+
+
+def is_registered() -> bool:
+    """Whether this library's bridges handle their architectures in this process now."""
+    return next(_others(), None) is None
 
 
 def assert_registered() -> None:
@@ -203,13 +246,19 @@ def assert_registered() -> None:
     Raises:
         KimiBridgeError: another bridge has taken an architecture's name since the import.
     """
+    for architecture, bridge in _others():
+        raise KimiBridgeError(
+            f"{architecture} is handled by {type(bridge).__module__}.{type(bridge).__qualname__}, registered"
+            " after kimi_bridge.megatron: call kimi_bridge.megatron.register() once more."
+        )
+
+
+def _others() -> Iterator[tuple[str, Any]]:
+    """Architectures that other bridges handle, and those bridges."""
     for family in FAMILIES.values():
         bridge = get_model_bridge(family.architecture)
         if type(bridge) is not _BRIDGES[family.model_type]:
-            raise KimiBridgeError(
-                f"{family.architecture} is handled by {type(bridge).__module__}.{type(bridge).__qualname__},"
-                " registered after kimi_bridge.megatron: call kimi_bridge.megatron.register() once more."
-            )
+            yield family.architecture, bridge
 
 
 def ensure_text_only(hf_config: Any, language_model_only: bool = False) -> None:

@@ -30,6 +30,13 @@ def correct_expert_adapters() -> None:
             kind.__init__ = _corrected(kind.__init__)  # type: ignore[method-assign]
 
 
+def undo_correction() -> None:
+    """From now on, adapters are built as Megatron-Bridge has them."""
+    for kind in (GroupedExpertLinearAdapter, ParallelLinearAdapter):
+        if hasattr(kind.__init__, "_kimi_bridge"):
+            kind.__init__ = kind.__init__.__wrapped__  # type: ignore[method-assign]
+
+
 def _corrected(constructor: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(constructor)
     def wrapped(adapter: Any, *args: Any, **kwargs: Any) -> None:

@@ -23,6 +23,7 @@ from kimi_bridge.checkpoint.files import plain_disk_errors
 from kimi_bridge.checkpoint.reader import CheckpointReader, resolve_checkpoint
 from kimi_bridge.errors import KimiBridgeError
 from kimi_bridge.megatron.collective import raise_together, rank
+from kimi_bridge.megatron.compat import require_megatron_checkpoints
 from kimi_bridge.megatron.lora import export_adapter
 from kimi_bridge.megatron.runtime import Layout, build_model, initialize
 from kimi_bridge.megatron.transfer import export_checkpoint, unwrap
@@ -39,6 +40,7 @@ def import_checkpoint(hf_model: str, megatron_path: Path, layout: Layout, overwr
             already at `megatron_path`.
     """
     initialize(layout)
+    require_megatron_checkpoints()
     with raise_together():
         _check_destination(megatron_path, hf_model, overwrite)
     bridge = _bridge(hf_model)
@@ -64,6 +66,7 @@ def export_megatron_checkpoint(
     groups are taken from it.
     """
     initialize(layout)
+    require_megatron_checkpoints()
     with raise_together():
         latest_iteration(megatron_path)
         if not overwrite and (next(hf_path.glob("*.safetensors"), None) is not None):
@@ -94,6 +97,7 @@ def export_adapter_checkpoint(
         KimiBridgeError: no such checkpoint, settings that are no LoRA's, adapters that it lacks.
     """
     initialize(layout)
+    require_megatron_checkpoints()
     with raise_together():
         folder = latest_iteration(megatron_path)
         lora = _saved_lora(folder, layout)

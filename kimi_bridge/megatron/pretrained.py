@@ -136,5 +136,12 @@ def use_pretrained_class() -> None:
         return bridge
 
     from_hf_pretrained.__doc__ = original.__doc__
-    from_hf_pretrained._kimi_bridge = True  # type: ignore[attr-defined]
+    from_hf_pretrained._kimi_bridge = original  # type: ignore[attr-defined]
     AutoBridge.from_hf_pretrained = classmethod(from_hf_pretrained)  # type: ignore[method-assign]
+
+
+def use_upstreams_class() -> None:
+    """Undoes `use_pretrained_class`."""
+    current = AutoBridge.__dict__["from_hf_pretrained"].__func__
+    if original := getattr(current, "_kimi_bridge", None):
+        AutoBridge.from_hf_pretrained = classmethod(original)  # type: ignore[method-assign]

@@ -43,6 +43,12 @@ def correct_direct_queries() -> None:
     DeepSeekV3Bridge.provider_bridge = provider_bridge
 
 
+def leave_direct_queries() -> None:
+    """Takes back what `correct_direct_queries` did."""
+    if getattr(DeepSeekV3Bridge.provider_bridge, "_kimi_bridge", False):
+        DeepSeekV3Bridge.provider_bridge = DeepSeekV3Bridge.provider_bridge.__wrapped__
+
+
 def direct_query_block_spec(
     config: Any, use_transformer_engine: bool = True, vp_stage: int | None = None
 ) -> Any:

@@ -19,10 +19,19 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from kimi_bridge.checkpoint import FAMILIES, synthesize_checkpoint
-from tests.inference.adapters import ATTENTION, EXPERTS, ROUTER, SHARED, merge, random_adapter, save_adapter
+from tests.inference.adapters import (
+    ATTENTION,
+    EXPERTS,
+    ROUTER,
+    SHARED,
+    calm,
+    merge,
+    random_adapter,
+    save_adapter,
+)
 from tests.inference.vllm_cpu import free_port
 
 pytest.importorskip("vllm")
@@ -83,19 +92,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     }
     (folder / "plan.json").write_text(json.dumps(plan))
     return folder
-
-
-def calm(checkpoint: Path) -> Path:
-    """Makes the logits of random weights a sixteenth: bfloat16 rounds those of 10 to steps of 0.06.
-
-    Differences of log-probabilities shrink alike, those that are asserted to be small and to be large.
-    """
-    for shard in sorted(checkpoint.glob("*.safetensors")):
-        weights = load_file(shard)
-        if "language_model.lm_head.weight" in weights:
-            weights["language_model.lm_head.weight"] /= 16
-            save_file(weights, shard, {"format": "pt"})
-    return checkpoint
 
 
 def run(name: str, folder: Path) -> dict[str, Any]:

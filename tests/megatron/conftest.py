@@ -1,5 +1,6 @@
 import os
 from collections.abc import Iterator
+from importlib.metadata import version
 
 import pytest
 
@@ -7,6 +8,11 @@ from tests.megatron.ranks import Ranks
 
 # In the names of test_lora.py's tests: kinds of adapters on experts, which are the same in both families.
 _ABOUT_EXPERTS = ("per-expert", "shared", "outer", "canonical-normalized", "expert_tensor_parallelism")
+# See kimi_bridge.megatron.compat.
+HAVE_MEGATRON_CHECKPOINTS = tuple(map(int, version("megatron-core").split(".")[:2])) >= (0, 19)
+needs_megatron_checkpoints = pytest.mark.skipif(
+    not HAVE_MEGATRON_CHECKPOINTS, reason="Megatron-Bridge's checkpoints need megatron-core 0.19"
+)
 
 
 @pytest.fixture(scope="session")

@@ -14,11 +14,6 @@ from megatron.bridge import AutoBridge
 from megatron.bridge.peft.canonical_lora import CanonicalLoRA
 from megatron.bridge.peft.dora import DoRA
 from megatron.bridge.peft.lora import LoRA
-from megatron.bridge.training.checkpointing import (
-    _generate_model_state_dict,
-    apply_peft_adapter_filter_to_state_dict,
-)
-from megatron.bridge.training.config import ConfigContainer
 from megatron.core import dist_checkpointing, parallel_state
 from safetensors.torch import load_file
 
@@ -261,6 +256,12 @@ def vllm_form_comes_back(src: str, adapter: str, dst: str, variant: str, layout:
 
 def through_megatron_checkpoint(src: str, adapter: str, dst: str, variant: str, layout: Layout) -> None:
     """A PEFT checkpoint as Megatron-Bridge's trainer saves it: the adapters alone, and run_config.yaml."""
+    from megatron.bridge.training.checkpointing import (
+        _generate_model_state_dict,
+        apply_peft_adapter_filter_to_state_dict,
+    )
+    from megatron.bridge.training.config import ConfigContainer
+
     lora = make_lora(variant)
     bridge, model = build(src, layout, lora, "te")
     kimi.load_adapter_into(bridge, model, f"{adapter}/peft")

@@ -2,7 +2,8 @@
 
 Importing Megatron takes 10 to 30 seconds, so one process imports it, the ranks are forked from that one,
 and the tests share the ranks instead of starting torchrun each. A scenario is a function of
-`tests.megatron.scenarios`, or MODULE.FUNCTION of `tests.megatron`; every rank runs it.
+`tests.megatron.scenarios`, or MODULE.FUNCTION of `tests.megatron`; every rank runs it. Other packages of
+tests have scenarios of their own.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ class RankError:
 
 
 class Ranks:
-    def __init__(self) -> None:
+    def __init__(self, package: str = "tests.megatron") -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.megatron.scenarios"])
+        context.set_forkserver_preload([f"{package}.scenarios"])
         self.folder = tempfile.TemporaryDirectory()
         self.jobs = 0
         self.pipes, self.processes = [], []
         for rank in range(WORLD_SIZE):
             ours, theirs = context.Pipe()
             # Not daemons: Megatron's checkpoint writer starts processes of its own.
-            process = context.Process(target=_serve, args=(rank, theirs))
+            process = context.Process(target=_serve, args=(rank, theirs, package))
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
@@ -98,7 +99,7 @@ def join(rank: int, rendezvous: str) -> None:
     dist.barrier()
 
 
-def _serve(rank: int, pipe: Any) -> None:
+def _serve(rank: int, pipe: Any, package: str) -> None:
     os.environ["RANK"] = str(rank)
     import torch
 
@@ -111,7 +112,7 @@ def _serve(rank: int, pipe: Any) -> None:
             # A process group for each: the groups of a layout have threads that only end with it.
             join(rank, rendezvous)
             name, _, function = scenario.rpartition(".")
-            module = importlib.import_module(f"tests.megatron.{name or 'scenarios'}")
+            module = importlib.import_module(f"{package}.{name or 'scenarios'}")
             layouts = {
                 key: runtime.Layout(**value) for key, value in kwargs.items() if isinstance(value, Layout)
             }

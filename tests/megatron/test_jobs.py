@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 
 from kimi_bridge.checkpoint import FAMILIES, CheckpointReader, synthesize_checkpoint, verify_checkpoints
+from tests.megatron.conftest import HAVE_MEGATRON_CHECKPOINTS
 from tests.megatron.ranks import Layout, Ranks
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Path:
     """A folder with a checkpoint and its Megatron checkpoint."""
+    if not HAVE_MEGATRON_CHECKPOINTS:
+        pytest.skip("Megatron-Bridge's checkpoints need megatron-core 0.19")
     folder = tmp_path_factory.mktemp(request.param)
     convention = "mixed" if request.param == "kimi_k25" else "kimi"
     synthesize_checkpoint(folder / "source", convention=convention, family=request.param)
@@ -146,3 +149,13 @@ def test_models_and_layouts_that_do_not_fit(
     for error in ranks.errors("just_load", src=str(tmp_path / "source"), layout=layout):
         assert error.kind == "KimiBridgeError"
         assert message in error.message
+
+
+@pytest.mark.skipif(HAVE_MEGATRON_CHECKPOINTS, reason="Megatron checkpoints work here")
+def test_a_stack_without_megatron_checkpoints_says_so(ranks: Ranks, tmp_path: Path) -> None:
+    synthesize_checkpoint(tmp_path / "source")
+    source, megatron = str(tmp_path / "source"), str(tmp_path / "megatron")
+    for error in ranks.errors("import_job", src=source, megatron=megatron, overwrite=False):
+        assert error.kind == "KimiBridgeError"
+        assert "Megatron checkpoints need megatron-core 0.19 or newer" in error.message
+    assert not (tmp_path / "megatron").exists()

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from kimi_bridge.adapter import load_adapter
 from kimi_bridge.checkpoint import FAMILIES, synthesize_checkpoint
+from tests.megatron.conftest import needs_megatron_checkpoints
 from tests.megatron.ranks import Layout, Ranks
 
 GROUPED = [
@@ -379,6 +380,7 @@ def test_bad_models_are_refused(ranks: Ranks, base: Path, tmp_path: Path, fault:
     assert not (tmp_path / "out").exists()
 
 
+@needs_megatron_checkpoints
 @pytest.mark.parametrize("variant", ["normalized", "canonical", "shared"])
 def test_adapters_of_a_megatron_checkpoint(
     ranks: Ranks, base: Path, adapters: Any, tmp_path: Path, variant: str
@@ -411,6 +413,7 @@ def test_adapters_of_a_megatron_checkpoint(
             assert (tmp_path / target / name).read_bytes() == (source / target / name).read_bytes()
 
 
+@needs_megatron_checkpoints
 def test_megatron_checkpoints_that_hold_no_lora(ranks: Ranks, base: Path, tmp_path: Path) -> None:
     (tmp_path / "iter_1").mkdir()
     (tmp_path / "iter_1/metadata.json").write_text("{}")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kimi_bridge.checkpoint import CheckpointReader, quantize_checkpoint, synthesize_checkpoint
+from tests.megatron.conftest import needs_megatron_checkpoints
 from tests.megatron.ranks import Layout, Ranks
 
 ONE = Layout()
@@ -100,6 +101,7 @@ def test_frozen_bf16_experts_are_snapped_once(source: str, ranks: Ranks, sources
     assert result["again"].snapped == 0
 
 
+@needs_megatron_checkpoints
 def test_after_a_megatron_checkpoint_the_bridge_says_where_weights_came_from(
     ranks: Ranks, sources: dict[str, Path], tmp_path: Path
 ) -> None:

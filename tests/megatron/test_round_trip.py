@@ -19,6 +19,7 @@ from kimi_bridge.checkpoint import (
     verify_checkpoints,
 )
 from kimi_bridge.int4 import KIMI_QAT, quantize
+from tests.megatron.conftest import needs_megatron_checkpoints
 from tests.megatron.ranks import Layout, Ranks
 
 # Four ranks hold TP 2 x EP 2 x PP 2 with the experts' own tensor parallelism at 1.
@@ -99,6 +100,7 @@ def test_local_spec(layout: Layout, ranks: Ranks, source: Path, tmp_path: Path) 
     assert_identical(source, tmp_path / "out")
 
 
+@needs_megatron_checkpoints
 def test_a_megatron_checkpoint_between_two_layouts(ranks: Ranks, source: Path, tmp_path: Path) -> None:
     ranks.run(
         "through_megatron_checkpoint",
@@ -114,6 +116,7 @@ def test_a_megatron_checkpoint_between_two_layouts(ranks: Ranks, source: Path, t
     assert "moe_token_dispatcher_type: alltoall" in run_config
 
 
+@needs_megatron_checkpoints
 def test_autobridge_import_ckpt_and_export_ckpt(ranks: Ranks, source: Path, tmp_path: Path) -> None:
     ranks.run(
         "import_and_export_ckpt",

@@ -47,7 +47,7 @@ _VISION = ("vision_tower", "mm_projector")
 _TEXT_ONLY = (
     "Kimi K2.5-family checkpoints train text-only: the vision tower stays frozen in the inference engine."
     " Set language_model_only=True where you build the model (SkyRL: trainer.policy.language_model_only=true"
-    " generator.inference_engine.language_model_only=true)."
+    " trainer.ref.language_model_only=true generator.inference_engine.language_model_only=true)."
 )
 
 

@@ -60,9 +60,13 @@ def install() -> str:
     done = vllm_kimi_k25_lora.apply()
     if not had_vllm_patch:
         _undo.append(vllm_kimi_k25_lora.undo)
-    for name, action in _ACTIONS.items():
-        if (module := sys.modules.get(name)) is not None:
-            action(module)
+    try:
+        for name, action in _ACTIONS.items():
+            if (module := sys.modules.get(name)) is not None:
+                action(module)
+    except BaseException:
+        uninstall()
+        raise
     return _say(f"{_found()}; {done}")
 
 
@@ -76,9 +80,9 @@ def fake_int4(original: Callable[..., Any]) -> Callable[..., Any]:
     """SkyRL's `fake_int4_quantize_ste` by this library's kernels: same signature, same values.
 
     They are SkyRL's bits except that a weight rounded to zero gives 0.0, as an engine's dequantized code
-    does, where SkyRL's own gives it the weight's sign. NaN and Inf: on a GPU the group becomes NaN, as in
-    SkyRL; on a CPU they raise Int4Error. What these kernels do not take (float32, no matrix, a ragged last
-    group) goes to SkyRL's own.
+    does, where SkyRL's own gives it the weight's sign. A group with NaN or Inf has NaN or Inf on a GPU (in
+    SkyRL NaN); on a CPU it raises Int4Error. What these kernels do not take (float32, no matrix, a ragged
+    last group) goes to SkyRL's own.
     """
 
     @functools.wraps(original)

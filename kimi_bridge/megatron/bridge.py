@@ -45,7 +45,7 @@ from kimi_bridge.megatron.spec import correct_direct_queries, leave_direct_queri
 _TEXT_ONLY = (
     "Kimi K2.5 and Kimi-VL checkpoints train text-only: the vision tower stays frozen in the inference"
     " engine. Set language_model_only=True where you build the model (SkyRL:"
-    " trainer.policy.language_model_only=true"
+    " trainer.policy.language_model_only=true trainer.ref.language_model_only=true"
     " generator.inference_engine.language_model_only=true)."
 )
 

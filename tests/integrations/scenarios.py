@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 
 import kimi_bridge.megatron as kimi
@@ -84,6 +85,8 @@ def training_steps(src: str, dst: str, layout: Layout) -> dict[str, Any]:
     from skyrl.backends.skyrl_train.workers.megatron import fake_int4_qat
 
     megatron_optimizer.USING_PYTORCH_OPTIMIZER = True
+    # Compiling Megatron's fused activations would take most of a minute.
+    torch._dynamo.config.disable = True
     used: list[int] = []
     masters = TEGroupedLinear._get_weight_tensors
     with plugin(), CudaMeansCpu():

@@ -15,7 +15,6 @@ import kimi_bridge.megatron as kimi
 from kimi_bridge.integrations import skyrl
 from kimi_bridge.megatron.runtime import Layout
 from tests.integrations import skyrl_worker
-from tests.megatron import forward
 from tests.megatron.forward import CudaMeansCpu, local_spec_provider
 from tests.megatron.lora_scenarios import randomize
 
@@ -97,7 +96,8 @@ def training_steps(src: str, dst: str, layout: Layout) -> dict[str, Any]:
         def with_local_spec(*args: Any, **kwargs: Any) -> None:
             init_configs(*args, **kwargs)
             local_spec_provider(worker.provider, torch.bfloat16, grouped=True)
-            worker.provider.transformer_layer_spec = grouped_spec_with_qat(used)
+            grouped = worker.provider.transformer_layer_spec
+            worker.provider.transformer_layer_spec = grouped_spec_with_qat(grouped, used)
             without_streams()
 
         worker.init_configs = with_local_spec
@@ -119,12 +119,12 @@ def training_steps(src: str, dst: str, layout: Layout) -> dict[str, Any]:
     }
 
 
-def grouped_spec_with_qat(used: list[int]) -> Any:
+def grouped_spec_with_qat(grouped: Any, used: list[int]) -> Any:
     """Transformer Engine's grouped experts, expert by expert, with the weights that their GEMM would get."""
     from megatron.core.extensions.transformer_engine import TEGroupedLinear
 
     def spec(config: Any, vp_stage: int | None = None) -> Any:
-        made = forward._grouped_spec(config, vp_stage)
+        made = grouped(config, vp_stage=vp_stage)
         TEGroupedLinear.forward = expert_by_expert
         return made
 

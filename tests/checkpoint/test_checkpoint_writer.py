@@ -375,7 +375,7 @@ def test_artifacts_replace_files_and_keep_others(source: Path, tmp_path: Path) -
 
 def test_artifacts_that_cannot_be_written(source: Path, tmp_path: Path) -> None:
     (tmp_path / "new").write_text("a file")
-    with pytest.raises(CheckpointError, match="new is a file: choose another name"):
+    with pytest.raises(CheckpointError, match=r"File exists|Not a directory"):
         copy_artifacts(source, tmp_path / "new")
     with pytest.raises(CheckpointError, match="No such file"):
         copy_artifacts(tmp_path / "nowhere", tmp_path / "newer")

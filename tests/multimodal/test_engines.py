@@ -1,7 +1,7 @@
 """What vLLM said of prompts with images becomes samples.
 
-Recorded by record_vllm.py (`render_*`, on a CPU) and by tests/gpu/test_vllm_multimodal.py (the others, on an H200;
-of the `generate_*` the first 16 tokens).
+Recorded by record_vllm.py (`render_*`, on a CPU) and by tests/gpu/test_vllm_multimodal.py (the others, on an
+H200; of the `generate_*` the first 16 tokens).
 """
 
 from __future__ import annotations

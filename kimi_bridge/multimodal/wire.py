@@ -63,6 +63,8 @@ def encode(samples: Sequence[Sample]) -> bytes:
 
 def decode(message: bytes) -> list[Sample]:
     """What `encode` was given. Raises MultimodalError for another version, and for a damaged message."""
+    if not isinstance(message, bytes | bytearray | memoryview):
+        raise MultimodalError(f"{type(message).__name__} is no rollout message: give the bytes of `encode`.")
     try:
         parts = msgspec.msgpack.decode(message, type=list[msgspec.Raw])
         version = msgspec.msgpack.decode(parts[0], type=int) if parts else None
@@ -110,6 +112,10 @@ def _sample(wired: _Sample, urls: list[str]) -> Sample:
                 f"{abbreviated(wired.name)}: {field} of {len(data)} bytes: a damaged message."
             )
         vectors.append(np.frombuffer(data, dtype))
+    if set(wired.loss_mask) - {0, 1}:
+        raise MultimodalError(
+            f"{abbreviated(wired.name)}: loss_mask of other than 0 and 1: a damaged message."
+        )
     for number, offset, length in wired.refs:
         if not (0 <= number < len(urls) and 0 <= offset < 2**31 and 0 < length < 2**31):
             raise MultimodalError(

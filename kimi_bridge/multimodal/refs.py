@@ -44,9 +44,9 @@ class Sample:
     """One rollout: expanded ids, what to train on, what the engine's policy gave it, and its images.
 
     `ids` int32 [tokens]; `loss_mask` bool [tokens], False for the first token, which nothing predicts;
-    `logprobs` float32 [tokens], the log-probability of the token itself, 0 where none was taken; `refs` in
-    the order of the ids. `name` is what errors call the sample. Arrays are copied where they have another
-    type, and made read-only. Raises MultimodalError for lengths, references or masks that do not fit.
+    `logprobs` float32 [tokens], the log-probability of the token itself, 0 (not NaN) where none was taken;
+    `refs` in the order of the ids. `name` is what errors call the sample. Arrays are copied where they have
+    another type, and made read-only. Raises MultimodalError for lengths, references or masks that do not fit.
     """
 
     name: str
@@ -72,8 +72,8 @@ class Sample:
         # A NaN would outlive a mask that is multiplied; rounding may lift a probability of 1 above 1.
         if (odd := np.flatnonzero(~np.isfinite(self.logprobs) | (self.logprobs > 1e-3))).size:
             raise MultimodalError(
-                f"{self.name}: token {odd[0]} has log-probability {self.logprobs[odd[0]]}: mask it and give 0 "
-                "where none was taken, and ask the engine for log-probabilities, not logits."
+                f"{self.name}: token {odd[0]} has log-probability {self.logprobs[odd[0]]}: mask it and give "
+                "0 where none was taken, and ask the engine for log-probabilities, not logits."
             )
         check_refs(self.name, self.refs, len(self.ids))
 
@@ -249,7 +249,7 @@ def _vector(sample: str, field: str, values: ArrayLike, dtype: type) -> Any:
         raise MultimodalError(f"{sample}: {field} of shape {list(given.shape)} and type {given.dtype}.")
     if given.size and dtype is np.int32 and not 0 <= int(given.min()) <= int(given.max()) <= MAX_OFFSET:
         raise MultimodalError(f"{sample}: {field} outside 0 to {MAX_OFFSET}.")
-    if dtype is np.bool_ and not np.isin(given, (0, 1)).all():
+    if dtype is np.bool_ and not ((given == 0) | (given == 1)).all():
         raise MultimodalError(f"{sample}: {field} holds other than 0 and 1: weights go beside it.")
     vector: NDArray[Any] = given.astype(dtype, copy=False)
     if vector is given and vector.flags.writeable:

@@ -112,10 +112,6 @@ def _sample(wired: _Sample, urls: list[str]) -> Sample:
                 f"{abbreviated(wired.name)}: {field} of {len(data)} bytes: a damaged message."
             )
         vectors.append(np.frombuffer(data, dtype))
-    if set(wired.loss_mask) - {0, 1}:
-        raise MultimodalError(
-            f"{abbreviated(wired.name)}: loss_mask of other than 0 and 1: a damaged message."
-        )
     for number, offset, length in wired.refs:
         if not (0 <= number < len(urls) and 0 <= offset < 2**31 and 0 < length < 2**31):
             raise MultimodalError(
@@ -124,7 +120,7 @@ def _sample(wired: _Sample, urls: list[str]) -> Sample:
             )
     refs = tuple(MMRef(urls[number], offset, length) for number, offset, length in wired.refs)
     ids, loss_mask, logprobs = vectors
-    return Sample(wired.name, ids, loss_mask.astype(bool), logprobs, refs)
+    return Sample(wired.name, ids, loss_mask, logprobs, refs)
 
 
 def _bytes(vector: NDArray, dtype: str) -> bytes:

@@ -5,7 +5,8 @@ Nothing of vLLM is imported: outputs are read by their attributes, HTTP bodies a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,22 +34,22 @@ def samples_from_output(
     (`multi_modal_placeholders`, used where it is there). `count` gives an image's tokens by its URL and
     checks the runs. Log-probabilities need `SamplingParams(logprobs=0)` or more.
     """
-    name = name or str(output.request_id)
+    with _fields_of("RequestOutput (one, not the list of them)", name):
+        name = name or str(output.request_id)
+        completions, prompt = output.outputs, output.prompt_token_ids
     messages = list(messages)
     counts = None if count is None else [count(url) for url in image_urls(messages, name)]
     ranges = getattr(output, "multi_modal_placeholders", None)
-    refs = build_mm_refs(
-        messages, output.prompt_token_ids, placeholder, ranges=ranges, counts=counts, sample=name
-    )
+    refs = build_mm_refs(messages, prompt, placeholder, ranges=ranges, counts=counts, sample=name)
     return [
         _sample(
             f"{name}/{completion.index}",
-            output.prompt_token_ids,
+            prompt,
             completion.token_ids,
             refs,
             _of_output(completion, f"{name}/{completion.index}"),
         )
-        for completion in output.outputs
+        for completion in completions
     ]
 
 
@@ -65,14 +66,15 @@ def samples_from_generate(
     `request` is its body, as POST /v1/chat/completions/render made it for the messages: token_ids, and
     features with the placeholder ranges. `response` is what came back, with `sampling_params.logprobs` set.
     """
-    name = name or str(request.get("request_id"))
-    refs = refs_from_render(request, messages, placeholder, name=name)
-    samples = []
-    for choice in response["choices"]:
-        label = f"{name}/{choice['index']}"
-        logprobs = [entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or ()]
-        samples.append(_sample(label, request["token_ids"], choice["token_ids"] or (), refs, logprobs))
-    return samples
+    with _fields_of("request and answer of /inference/v1/generate", name):
+        name = name or str(request.get("request_id"))
+        refs = refs_from_render(request, messages, placeholder, name=name)
+        samples = []
+        for choice in response["choices"]:
+            label = f"{name}/{choice['index']}"
+            logprobs = [entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or ()]
+            samples.append(_sample(label, request["token_ids"], choice["token_ids"] or (), refs, logprobs))
+        return samples
 
 
 def refs_from_render(
@@ -83,8 +85,17 @@ def refs_from_render(
     name: str = "sample",
 ) -> tuple[MMRef, ...]:
     """References for a body that vLLM's render endpoint made: its ranges are the engine's own."""
-    ranges = (request.get("features") or {}).get("mm_placeholders") or {}
-    return build_mm_refs(messages, request["token_ids"], placeholder, ranges=ranges, sample=name)
+    with _fields_of("body of /v1/chat/completions/render", name):
+        ranges = (request.get("features") or {}).get("mm_placeholders") or {}
+        return build_mm_refs(messages, request["token_ids"], placeholder, ranges=ranges, sample=name)
+
+
+@contextlib.contextmanager
+def _fields_of(what: str, name: str | None) -> Iterator[None]:
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError) as error:
+        raise MultimodalError(f"{name or 'sample'}: not vLLM's {what}: {error!r}.") from error
 
 
 def _of_output(completion: Any, name: str) -> list[float]:
@@ -109,4 +120,4 @@ def _sample(
     mask[len(prompt) :] = True
     given = np.zeros(len(mask), np.float32)
     given[len(prompt) :] = logprobs
-    return Sample(name, np.concatenate((prompt, response)).astype(np.int64), mask, given, refs)
+    return Sample(name, [*prompt, *response], mask, given, refs)  # type: ignore[arg-type]

@@ -125,10 +125,10 @@ def _fetched(url: str, policy: ImagePolicy) -> bytes:
 
 
 def _from_disk(url: str, policy: ImagePolicy) -> bytes:
-    parts = urlsplit(url)
-    if parts.netloc not in ("", "localhost"):
-        raise MultimodalError(f"{abbreviated(url)}: a file on another host.")
     try:
+        parts = urlsplit(url)
+        if parts.netloc not in ("", "localhost"):
+            raise MultimodalError(f"{abbreviated(url)}: a file on another host.")
         path = Path(unquote(parts.path)).resolve()
         if not any(path.is_relative_to(folder.resolve()) for folder in policy.folders):
             raise MultimodalError(f"{abbreviated(url)}: not in one of the policy's folders.")

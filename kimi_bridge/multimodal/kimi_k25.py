@@ -73,7 +73,7 @@ class KimiK25:
         except (KeyError, TypeError, ValueError) as error:
             raise MultimodalError(f"media_proc_cfg: {error!r}.") from error
         sound = len(sides) == 1 and all(type(n) is int and n > 0 for n in numbers)
-        if not (sound and len(mean) == len(std) == 3 and all(std)):
+        if not (sound and len(mean) == len(std) == 3 and all(std) and math.isfinite(sum(mean + std))):
             raise MultimodalError(f"media_proc_cfg: {settings} cannot be followed.")
         patch_size, patch_limit, side_limit, merge = numbers
         return cls(placeholder, patch_size, merge, patch_limit, side_limit, mean, std)

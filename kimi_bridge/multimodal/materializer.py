@@ -87,7 +87,13 @@ class Materializer:
         shown: dict[str, list[int]] = {}
         for number, ref in enumerate(batch.refs):
             shown.setdefault(ref.image, []).append(number)
-        patches = torch.empty(int(rows.sum()), *self.processor.patch_shape)
+        try:
+            patches = torch.empty(int(rows.sum()), *self.processor.patch_shape)
+        except RuntimeError as error:
+            raise MultimodalError(
+                f"{', '.join(batch.names)[:200]}: no memory for the patches of {int(rows.sum())} x "
+                f"{list(self.processor.patch_shape)}: truncate the samples, or pack fewer ({error})."
+            ) from error
         grids: list[Grid] = [(0, 0, 0)] * len(batch.refs)
         for url, numbers in shown.items():
             made, grid = self._patches(batch, url, numbers)

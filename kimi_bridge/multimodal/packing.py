@@ -59,7 +59,7 @@ def truncate(sample: Sample, max_tokens: int) -> Sample:
     Blocks are kept whole with their reference, or go whole with it. What begins with a block that does not
     fit comes back without tokens. Raises MultimodalError for a negative budget.
     """
-    if max_tokens < 0:
+    if not isinstance(max_tokens, int | np.integer) or max_tokens < 0:
         raise MultimodalError(f"{sample.name}: truncated to {max_tokens} tokens: give 0 or more.")
     if max_tokens >= len(sample):
         return sample
@@ -71,7 +71,9 @@ def truncate(sample: Sample, max_tokens: int) -> Sample:
 def pack(samples: Sequence[Sample]) -> PackedBatch:
     """The samples in their order. Raises MultimodalError for none, or for one without tokens."""
     if not samples:
-        raise MultimodalError("No samples to pack.")
+        raise MultimodalError(
+            "No samples to pack: skip bins that share_out left empty (the worker still joins the step)."
+        )
     for sample in samples:
         if not len(sample):
             raise MultimodalError(f"{sample.name} has no tokens (left): leave it out.")
@@ -114,9 +116,19 @@ def share_out(samples: Sequence[Sample], workers: int, max_tokens: int) -> list[
     # Shares of the whole as integers: sums of floats would depend on their order.
     shares = sizes * (2**40 // np.maximum(sizes.sum(axis=0), 1))
     order = sorted(range(len(samples)), key=lambda i: (-shares[i].max(), -shares[i].sum(), i))
+
+    def filled(per_worker: int) -> list[list[int]] | None:
+        return _fill(order, sizes[:, 0], shares, per_worker * workers, max_tokens)
+
     per_worker = max(1, -(-int(sizes[:, 0].sum()) // (workers * max_tokens)))
-    while (bins := _fill(order, sizes[:, 0], shares, per_worker * workers, max_tokens)) is None:
-        per_worker += 1
+    if (bins := filled(per_worker)) is None:
+        # Halving, because an attempt takes the square of the samples; a bin for each sample always does.
+        most = -(-len(samples) // workers)
+        per_worker = bisect.bisect_left(
+            range(most), True, per_worker + 1, key=lambda n: filled(n) is not None
+        )
+        bins = filled(per_worker)
+        assert bins is not None
     return _to_workers(bins, shares, workers, per_worker)
 
 

@@ -87,7 +87,7 @@ def load_processor(folder: str | Path) -> Processor:
 def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise MultimodalError(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise MultimodalError(f"{path} is no JSON object.")

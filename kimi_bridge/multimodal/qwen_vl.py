@@ -42,6 +42,10 @@ class QwenVL:
         self.patches_per_token = self.merge**2
         frames, patch = self.image_processor.temporal_patch_size, self.image_processor.patch_size
         self.patch_shape = (3 * frames * patch * patch,)
+        if min(self.merge, frames, patch) < 1:
+            raise MultimodalError(
+                f"merge_size {self.merge}, frames {frames}, patch_size {patch}: give 1 or more."
+            )
 
     @classmethod
     def from_folder(cls, folder: Path) -> QwenVL:
@@ -51,9 +55,9 @@ class QwenVL:
         config = read_json(folder / "config.json")
         try:
             hf_processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
-        except (OSError, ValueError, ImportError) as error:
-            raise MultimodalError(f"{folder}: transformers makes no processor of it: {error}") from error
-        processor = cls(hf_processor, str(config.get("model_type")))
+            processor = cls(hf_processor, str(config.get("model_type")))
+        except Exception as error:  # On broken files transformers raises nearly anything.
+            raise MultimodalError(f"{folder}: transformers makes no processor of it: {error!r}") from error
         if config.get("image_token_id") != processor.placeholder:
             raise MultimodalError(
                 f"{folder}: the config's image token is {config.get('image_token_id')}, the tokenizer's "

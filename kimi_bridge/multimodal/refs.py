@@ -6,6 +6,7 @@ vision tower gives features. Logical ids hold one placeholder for it, as a chat 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,9 +44,9 @@ class Sample:
     """One rollout: expanded ids, what to train on, what the engine's policy gave it, and its images.
 
     `ids` int32 [tokens]; `loss_mask` bool [tokens], False for the first token, which nothing predicts;
-    `logprobs` float32 [tokens], the log-probability of the token itself, 0 where none was taken; `refs` in
-    the order of the ids. `name` is what errors call the sample. Arrays are copied where they have another
-    type, and made read-only. Raises MultimodalError for lengths, references or masks that do not fit.
+    `logprobs` float32 [tokens], the log-probability of the token itself, 0 (not NaN) where none was taken;
+    `refs` in the order of the ids. `name` is what errors call the sample. Arrays are copied where they have
+    another type, and made read-only. Raises MultimodalError for lengths, references or masks that do not fit.
     """
 
     name: str
@@ -55,6 +56,8 @@ class Sample:
     refs: tuple[MMRef, ...] = ()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise MultimodalError(f"A sample is called {self.name!r}: give its name as text.")
         for field, dtype in (("ids", np.int32), ("loss_mask", np.bool_), ("logprobs", np.float32)):
             object.__setattr__(self, field, _vector(self.name, field, getattr(self, field), dtype))
         object.__setattr__(self, "refs", tuple(self.refs))
@@ -66,10 +69,11 @@ class Sample:
             )
         if len(self.ids) and self.loss_mask[0]:
             raise MultimodalError(f"{self.name}: loss on the first token, which nothing predicts: mask it.")
-        if not np.isfinite(self.logprobs[self.loss_mask]).all():
-            token = int(np.flatnonzero(self.loss_mask & ~np.isfinite(self.logprobs))[0])
+        # A NaN would outlive a mask that is multiplied; rounding may lift a probability of 1 above 1.
+        if (odd := np.flatnonzero(~np.isfinite(self.logprobs) | (self.logprobs > 1e-3))).size:
             raise MultimodalError(
-                f"{self.name}: token {token} has loss and log-probability {self.logprobs[token]}: mask it."
+                f"{self.name}: token {odd[0]} has log-probability {self.logprobs[odd[0]]}: mask it and give "
+                "0 where none was taken, and ask the engine for log-probabilities, not logits."
             )
         check_refs(self.name, self.refs, len(self.ids))
 
@@ -107,6 +111,7 @@ def build_mm_refs(
     """
     images = list(image_urls(messages, sample))
     tokens = _vector(sample, "ids", ids, np.int32)
+    counts = None if counts is None else _counts(counts, sample)
     spans = _runs(tokens, placeholder) if ranges is None else _spans(ranges, sample)
     if ranges is None and counts is not None:
         spans = _split_by_counts(spans, images, counts, sample)
@@ -124,10 +129,18 @@ def build_mm_refs(
 
 def image_urls(messages: Iterable[Mapping[str, Any]], sample: str = "sample") -> Iterator[str]:
     """The URLs of all images, in the order of the prompt. Raises MultimodalError for media of other kinds."""
+    if not isinstance(messages, Iterable):
+        raise MultimodalError(f"{sample}: messages are {type(messages).__name__}: give a list of them.")
     for message in messages:
+        if not isinstance(message, Mapping):
+            raise MultimodalError(f"{sample}: a message is {type(message).__name__}: give dicts.")
         content = message.get("content")
         if content is None or isinstance(content, str):
             continue
+        if isinstance(content, Mapping) or not isinstance(content, Iterable):
+            raise MultimodalError(
+                f"{sample}: content is {type(content).__name__}: give text or a list of parts."
+            )
         for part in content:
             if not isinstance(part, Mapping):
                 continue
@@ -146,6 +159,9 @@ def check_refs(sample: str, refs: Iterable[MMRef], tokens: int) -> None:
     """Raises MultimodalError unless the blocks are in order, apart from each other and inside the sample."""
     end = 0
     for number, ref in enumerate(refs):
+        sound = isinstance(ref, MMRef) and isinstance(ref.image, str)
+        if not (sound and type(ref.offset) is type(ref.length) is int):
+            raise MultimodalError(f"{sample}: reference {number} is no MMRef of a URL and two integers.")
         if ref.length < 1 or ref.offset < end or ref.end > tokens:
             raise MultimodalError(
                 f"{sample}: image {number} at tokens {ref.offset} to {ref.end}, of {tokens} tokens, the "
@@ -184,12 +200,17 @@ def token_types(refs: Iterable[MMRef], tokens: int) -> NDArray[np.uint8]:
 
 
 def collapse(ids: ArrayLike, refs: Iterable[MMRef]) -> NDArray[np.int32]:
-    """Logical ids: each block becomes one placeholder. What an engine is asked with, token in."""
-    tokens = np.asarray(ids, np.int32)
+    """Logical ids: each block becomes one placeholder. What an engine is asked with, token in.
+
+    Raises MultimodalError for references that do not fit the ids.
+    """
+    tokens, refs = _vector("collapse", "ids", ids, np.int32), tuple(refs)
+    check_refs("collapse", refs, len(tokens))
     keep = np.ones(len(tokens), bool)
     for ref in refs:
         keep[ref.offset + 1 : ref.end] = False
-    return tokens[keep]
+    kept: NDArray[np.int32] = tokens[keep]
+    return kept
 
 
 def expand(
@@ -197,12 +218,15 @@ def expand(
 ) -> tuple[NDArray[np.int32], list[tuple[int, int]]]:
     """Expanded ids and their (offset, length) ranges; `counts` are the tokens of each image.
 
-    Raises MultimodalError unless there is one placeholder for each count.
+    Raises MultimodalError unless there is one placeholder for each count, of 1 or more.
     """
+    counts = _counts(counts, sample)
     tokens = _vector(sample, "ids", logical, np.int32)
     places = np.flatnonzero(tokens == placeholder)
     if len(places) != len(counts):
         raise MultimodalError(f"{sample}: {len(places)} placeholders for {len(counts)} images.")
+    if len(tokens) + sum(counts) > MAX_OFFSET:
+        raise MultimodalError(f"{sample}: images of {sum(counts)} tokens: more than {MAX_OFFSET} in all.")
     repeats = np.ones(len(tokens), np.int64)
     repeats[places] = counts
     starts = np.cumsum(repeats) - repeats
@@ -215,11 +239,18 @@ def abbreviated(url: str) -> str:
 
 
 def _vector(sample: str, field: str, values: ArrayLike, dtype: type) -> Any:
-    given = np.asarray(values)
+    try:
+        given = np.asarray(values)
+        if dtype is np.float32:
+            given = given.astype(dtype, copy=False)
+    except (TypeError, ValueError) as error:
+        raise MultimodalError(f"{sample}: {field} are no vector of numbers: {error}.") from error
     if given.ndim != 1 or (given.size and dtype is np.int32 and given.dtype.kind not in "iu"):
         raise MultimodalError(f"{sample}: {field} of shape {list(given.shape)} and type {given.dtype}.")
     if given.size and dtype is np.int32 and not 0 <= int(given.min()) <= int(given.max()) <= MAX_OFFSET:
         raise MultimodalError(f"{sample}: {field} outside 0 to {MAX_OFFSET}.")
+    if dtype is np.bool_ and not ((given == 0) | (given == 1)).all():
+        raise MultimodalError(f"{sample}: {field} holds other than 0 and 1: weights go beside it.")
     vector: NDArray[Any] = given.astype(dtype, copy=False)
     if vector is given and vector.flags.writeable:
         vector = vector.copy()
@@ -227,14 +258,28 @@ def _vector(sample: str, field: str, values: ArrayLike, dtype: type) -> Any:
     return vector
 
 
+def _counts(counts: Sequence[int], sample: str) -> list[int]:
+    try:
+        whole = [operator.index(count) for count in counts]
+    except TypeError as error:
+        raise MultimodalError(f"{sample}: counts are no list of integers: {error}.") from error
+    if any(count < 1 for count in whole):
+        raise MultimodalError(f"{sample}: an image of {min(whole)} tokens: give counts of 1 or more.")
+    return whole
+
+
 def _spans(ranges: Any, sample: str) -> list[tuple[int, int]]:
     if isinstance(ranges, Mapping):
+        if odd := [items for items in ranges.values() if items and not isinstance(items, Iterable)]:
+            raise MultimodalError(f"{sample}: placeholder ranges are {odd[0]!r}: give lists of them.")
         held = {modality: list(items) for modality, items in ranges.items() if items}
         if len(held) > 1:
             raise MultimodalError(
                 f"{sample}: placeholder ranges of {', '.join(held)}: images alone are read."
             )
         ranges = next(iter(held.values()), [])
+    if not isinstance(ranges, Iterable):
+        raise MultimodalError(f"{sample}: placeholder ranges are {ranges!r}: give a list of them.")
     return sorted(_span(item, sample) for item in ranges)
 
 

@@ -63,6 +63,8 @@ def encode(samples: Sequence[Sample]) -> bytes:
 
 def decode(message: bytes) -> list[Sample]:
     """What `encode` was given. Raises MultimodalError for another version, and for a damaged message."""
+    if not isinstance(message, bytes | bytearray | memoryview):
+        raise MultimodalError(f"{type(message).__name__} is no rollout message: give the bytes of `encode`.")
     try:
         parts = msgspec.msgpack.decode(message, type=list[msgspec.Raw])
         version = msgspec.msgpack.decode(parts[0], type=int) if parts else None
@@ -118,7 +120,7 @@ def _sample(wired: _Sample, urls: list[str]) -> Sample:
             )
     refs = tuple(MMRef(urls[number], offset, length) for number, offset, length in wired.refs)
     ids, loss_mask, logprobs = vectors
-    return Sample(wired.name, ids, loss_mask.astype(bool), logprobs, refs)
+    return Sample(wired.name, ids, loss_mask, logprobs, refs)
 
 
 def _bytes(vector: NDArray, dtype: str) -> bytes:

@@ -93,6 +93,10 @@ def _lengths(
     """Cumulative lengths of the whole flattened batch."""
     batch, whole = query.shape[0], query.shape[2] * group_size(group)
     if (lengths := kwargs.get("cu_seq_lens_q")) is not None:
+        # One sequence: its length is known without asking the device.
+        longest = kwargs.get("max_length_q")
+        if batch == 1 and lengths.numel() == 2 and longest != whole:
+            _check_end(int(lengths[-1]), batch, whole)
         return lengths
     positions = kwargs.get("position_ids")
     if positions is None or positions.ndim != 2:
@@ -101,9 +105,23 @@ def _lengths(
             "attention: pass `**shard.attention_kwargs()` to the model, so that sequences are not mixed up."
         )
     positions = gather_constant(positions, group).expand(batch, whole)
+    part = positions.unflatten(1, (-1, query.shape[2]))
+    if part.equal(torch.arange(query.shape[2], device=part.device).expand_as(part)):
+        raise KimiBridgeError(
+            "Every rank's position_ids count from 0, as a model makes them by itself: pass "
+            "`**shard.attention_kwargs()` to the model, so that parts of a sequence know their places."
+        )
     if attention_mask is not None:
         attention_mask = gather_constant(attention_mask.to(torch.uint8), group)
     return cumulative_lengths(segment_starts(positions, attention_mask))
+
+
+def _check_end(end: int, batch: int, whole: int) -> None:
+    if end != batch * whole:
+        raise KimiBridgeError(
+            f"cu_seq_lens_q ends at {end}, the sharded batch has {batch} x {whole} tokens: it must describe "
+            "the whole padded batch, as `shard.attention_kwargs()` does, and its group be that of `apply`."
+        )
 
 
 def _shared_rotary(module: nn.Module, key: Tensor) -> int:
@@ -139,11 +157,7 @@ def _attend(
     if batch == 1 and lengths.numel() == 2:
         return inner(module, query, key, value, None, **kwargs)[0]
     bounds = lengths.tolist()
-    if bounds[-1] != batch * whole:
-        raise KimiBridgeError(
-            f"cu_seq_lens_q ends at {bounds[-1]}, the sharded batch has {batch} x {whole} tokens: it must "
-            "describe the whole padded batch, as `shard.attention_kwargs()` does."
-        )
+    _check_end(bounds[-1], batch, whole)
     if bounds == list(range(0, batch * whole + 1, whole)):
         return inner(module, query, key, value, None, **kwargs)[0]
     if varlen:

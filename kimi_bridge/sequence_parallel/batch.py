@@ -66,8 +66,13 @@ def shard_batch(
     is ignored), `loss_mask` weighs them; both are shifted before cutting, so that a part's last token keeps
     its target. `position_ids` that restart mark packed sequences, whose last tokens predict nothing;
     `attention_mask` (0 is padding) may pad on either side. Rows are padded to a multiple of the group's size
-    with a sequence of its own that the loss ignores. Raises KimiBridgeError for tensors of another shape.
+    with a sequence of its own that the loss ignores. Raises KimiBridgeError for tensors of another shape or
+    of fractions, and for a batch without tokens.
     """
+    if input_ids.ndim != 2 or not input_ids.numel():
+        raise KimiBridgeError(
+            f"input_ids is {tuple(input_ids.shape)}: give [batch, sequence] of one token at least."
+        )
     named = {"labels": labels, "position_ids": position_ids}
     named |= {"attention_mask": attention_mask, "loss_mask": loss_mask}
     for name, tensor in named.items():
@@ -76,6 +81,9 @@ def shard_batch(
                 f"{name} is {tuple(tensor.shape)}, input_ids {tuple(input_ids.shape)}: "
                 "give all of the batch in one [batch, sequence] shape."
             )
+    for name, tensor in {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}.items():
+        if tensor is not None and tensor.dtype not in (torch.int32, torch.int64):
+            raise KimiBridgeError(f"{name} is of {tensor.dtype}: give int64.")
     size, rank = group_size(group), group_rank(group)
     length = input_ids.shape[1]
     missing = -length % size
@@ -121,7 +129,8 @@ def embed(
     `features` is [rows, hidden] in the order of the batch's placeholders: of the whole batch, or only those
     that `shard.image_rows` names (so that a rank need not compute the others). Returns [batch, part, hidden];
     gradients reach the features used here and no embedding of a placeholder. An image may lie across ranks:
-    each takes its own rows. Raises KimiBridgeError if the number of features is neither.
+    each takes its own rows. Raises KimiBridgeError if the number of features is neither, or their width
+    another than the embeddings'.
     """
     # A placeholder's id may lie outside the vocabulary.
     embedded = embedding(shard.input_ids.masked_fill(shard.image_mask, 0))
@@ -133,6 +142,11 @@ def embed(
             f"{count} image features for {shard.image_row_count} placeholders in the batch "
             f"({len(shard.image_rows)} in this shard): give the features of the whole batch, or those of "
             "shard.image_rows."
+        )
+    if features.ndim != 2 or features.shape[1] != embedded.shape[-1]:
+        raise KimiBridgeError(
+            f"Image features of shape {tuple(features.shape)}, embeddings of width {embedded.shape[-1]}: "
+            "give [rows, hidden] as they leave the projector."
         )
     if count == shard.image_row_count:
         features = features[shard.image_rows]
@@ -155,7 +169,7 @@ def _targets(
     weights = torch.ones(labels.shape, device=labels.device) if loss_mask is None else loss_mask.float()
     if attention_mask is not None:
         labels = labels.masked_fill(attention_mask == 0, IGNORED)
-    labels = labels.masked_fill(starts, IGNORED)
+    labels = labels.long().masked_fill(starts, IGNORED)
     targets = functional.pad(labels[:, 1:], [0, 1], value=IGNORED)
     weights = functional.pad(weights[:, 1:], [0, 1])
     return targets, weights * (targets != IGNORED)

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kimi_bridge.errors import KimiBridgeError
+
 
 @dataclass
 class Traffic:
@@ -35,8 +37,17 @@ def count_traffic() -> Iterator[Traffic]:
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:
-    """Ranks in the group (None: all ranks); 1 where torch.distributed was not started."""
-    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    """Ranks in the group (None: all ranks); 1 where torch.distributed was not started.
+
+    Raises KimiBridgeError on a rank outside the group.
+    """
+    size = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    if size < 1:
+        raise KimiBridgeError(
+            f"Rank {dist.get_rank()} is not in the given process group: give each rank the "
+            "sequence-parallel group that it belongs to."
+        )
+    return size
 
 
 def group_rank(group: dist.ProcessGroup | None) -> int:

@@ -33,6 +33,7 @@ def token_mean_loss(
     """
     if shard.targets is None or shard.weights is None:
         raise KimiBridgeError("The shard has no targets: give `labels` to shard_batch.")
+    _check_part("logits", logits, shard)
     losses = functional.cross_entropy(
         logits.flatten(0, 1).float(), shard.targets.flatten(), ignore_index=IGNORED, reduction="none"
     )
@@ -53,8 +54,17 @@ def gather_sequence(states: Tensor, shard: SequenceShard, gradients: Gradients =
     gradient of this rank's part is its part of the gradient, made larger by the number of ranks where the
     trainer averages gradients over them.
     """
+    _check_part("states", states, shard)
     whole = _Gather.apply(states, shard.group, _factor(gradients, shard.group))
     return whole[:, : shard.length]
+
+
+def _check_part(name: str, tensor: Tensor, shard: SequenceShard) -> None:
+    if tensor.shape[:2] != shard.input_ids.shape:
+        raise KimiBridgeError(
+            f"{name} of shape {tuple(tensor.shape)} for this rank's {tuple(shard.input_ids.shape)} tokens: "
+            "give [batch, part, ...], as the model makes it of the shard."
+        )
 
 
 def _factor(gradients: Gradients, group: dist.ProcessGroup | None) -> int:

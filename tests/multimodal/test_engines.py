@@ -127,6 +127,35 @@ def test_offline_output(rendered: tuple[Any, dict[str, Any]]) -> None:
         samples_from_output(output, messages, processor.placeholder)
 
 
+PROMPT = {"token_ids": [1, 2]}
+TAKEN = {"index": 0, "token_ids": [3], "logprobs": {"content": [{"logprob": -1.0}]}}
+
+
+@pytest.mark.parametrize(
+    ("request_body", "response"),
+    [
+        (PROMPT, {"error": {"message": "overloaded"}}),
+        (PROMPT, []),
+        (PROMPT, {"choices": None}),
+        (PROMPT, {"choices": [{"token_ids": [3]}]}),
+        (PROMPT, {"choices": [TAKEN | {"logprobs": {"content": [{"logprob": None}]}}]}),
+        (PROMPT, {"choices": [TAKEN | {"logprobs": {"content": [{}]}}]}),
+        (PROMPT, {"choices": [TAKEN | {"token_ids": ["x"]}]}),
+        (PROMPT, {"choices": [TAKEN | {"token_ids": [1.5]}]}),
+        ({}, {"choices": [TAKEN]}),
+        ([], {"choices": [TAKEN]}),
+    ],
+)
+def test_answers_that_are_none(request_body: Any, response: Any) -> None:
+    with pytest.raises(MultimodalError, match=r"^r"):
+        samples_from_generate(request_body, response, [], 9, name="r")
+
+
+def test_the_list_of_outputs() -> None:
+    with pytest.raises(MultimodalError, match=r"RequestOutput \(one, not the list of them\)"):
+        samples_from_output([SimpleNamespace()], [], 9)
+
+
 def test_messages_of_another_prompt(rendered: tuple[Any, dict[str, Any]]) -> None:
     processor, record = rendered
     with pytest.raises(MultimodalError, match="roll: 2 images in the messages, 3 placeholder ranges"):

@@ -23,6 +23,9 @@ def test_inline_is_all_that_is_allowed_by_itself(tmp_path: Path) -> None:
     for url in (f"file://{tmp_path}/a.png", "http://127.0.0.1/a.png", "https://127.0.0.1/a.png"):
         with pytest.raises(MultimodalError, match="policy"):
             load_image(url)
+    for url in ("file://[", "http://["):
+        with pytest.raises(MultimodalError, match="Invalid IPv6"):
+            load_image(url)
     for url in ("ftp://host/a.png", "/etc/passwd", "", "javascript:alert(1)", "image/png;base64,AAAA"):
         with pytest.raises(MultimodalError, match="URL"):
             load_image(url)

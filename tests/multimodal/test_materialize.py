@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -193,3 +195,37 @@ def test_kimi_from_its_folder(kimi_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").write_text("{}")
     with pytest.raises(MultimodalError, match="no media_proc_cfg"):
         load_processor(tmp_path)
+
+
+def test_a_block_larger_than_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine bytes of a message claim kilobytes of patches."""
+
+    def full(*shape: int) -> torch.Tensor:
+        raise RuntimeError(f"can't allocate {shape}")
+
+    batch = pack([shown("a", A)])
+    monkeypatch.setattr(module.torch, "empty", full)
+    with pytest.raises(MultimodalError, match=r"^a: no memory for the patches of .*truncate the samples"):
+        materialize(batch, KIMI)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tokenizer.json", "{}"),
+        ("preprocessor_config.json", "[]"),
+        ("preprocessor_config.json", json.dumps(folders.QWEN_PREPROCESSOR | {"merge_size": 0})),
+        ("config.json", "[" * 100000),
+    ],
+)
+def test_broken_qwen_folders(name: str, text: str, tmp_path: Path) -> None:
+    folders.qwen_folder(tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(MultimodalError, match=re.escape(str(tmp_path))):
+        load_processor(tmp_path)
+
+
+def test_kimi_settings_without_numbers() -> None:
+    settings = folders.KIMI_PREPROCESSOR["media_proc_cfg"] | {"image_std": [float("nan")] * 3}
+    with pytest.raises(MultimodalError, match="cannot be followed"):
+        KimiK25.from_settings(settings, PAD)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -154,3 +156,24 @@ def test_what_cannot_be_packed() -> None:
         truncate(empty, -1)
     with pytest.raises(MultimodalError, match="0 workers"):
         share_out([], 0, 8)
+
+
+def test_bins_are_found_soon() -> None:
+    """Samples of which no two share a bin: the search for the number of bins is not one by one."""
+    samples = [Sample("s", np.zeros(51, int), np.zeros(51), np.zeros(51))] * 600
+    began = time.perf_counter()
+    assert share_out(samples, 1, 100) == [[[i] for i in range(600)]]
+    assert time.perf_counter() - began < 2
+
+
+def test_an_empty_bin() -> None:
+    sample = Sample("s", np.zeros(5, np.int32), np.zeros(5), np.zeros(5))
+    assert share_out([sample], 2, 8) == [[[0]], [[]]]
+    with pytest.raises(MultimodalError, match="skip bins that share_out left empty"):
+        pack([])
+
+
+@pytest.mark.parametrize("budget", [2.5, float("nan"), -1])
+def test_no_budget(budget: float) -> None:
+    with pytest.raises(MultimodalError, match="give 0 or more"):
+        truncate(Sample("s", [1], [0], [0]), budget)  # type: ignore[arg-type]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from kimi_bridge.errors import MultimodalError
-from kimi_bridge.multimodal import MMRef, Sample, build_mm_refs, collapse, expand
+from kimi_bridge.multimodal import MMRef, Sample, build_mm_refs, collapse, decode, encode, expand
 from tests.multimodal.pictures import messages_with
 
 PAD = 9
@@ -115,7 +116,17 @@ def test_logical_and_expanded_tokens() -> None:
         ({"loss_mask": [False]}, "3 ids, 1 loss mask"),
         ({"loss_mask": [True, False, False]}, "first token"),
         ({"ids": [1, -1, 2]}, "outside 0"),
-        ({"loss_mask": [0, 0, 1], "logprobs": [0, 0, float("nan")]}, "token 2 has loss and .* nan"),
+        ({"loss_mask": [0, 0, 1], "logprobs": [0, 0, float("nan")]}, "token 2 has log-probability nan"),
+        ({"logprobs": [0, float("nan"), 0]}, "token 1 has log-probability nan: mask it and give 0"),
+        ({"logprobs": [0, None, 0]}, "token 1 has log-probability nan"),
+        ({"logprobs": [0, 7.5, 0]}, "token 1 has log-probability 7.5.*, not logits"),
+        ({"logprobs": ["a", "b", "c"]}, "logprobs are no vector of numbers"),
+        ({"ids": [[1], [2, 3], []]}, "ids are no vector of numbers"),
+        ({"loss_mask": [0, 0.5, 1]}, "loss_mask holds other than 0 and 1"),
+        ({"loss_mask": [0, float("nan"), 1]}, "loss_mask holds other than 0 and 1"),
+        ({"refs": [MMRef(A, 1.0, 2)]}, "reference 0 is no MMRef"),
+        ({"refs": [MMRef(None, 1, 2)]}, "reference 0 is no MMRef"),
+        ({"refs": [(A, 1, 2)]}, "reference 0 is no MMRef"),
         ({"ids": [1.5, 1, 2]}, "float64"),
         ({"ids": [[1, 2, 3]]}, "shape"),
         ({"refs": [MMRef(A, 2, 2)]}, "image 0 at tokens 2 to 4, of 3"),
@@ -126,6 +137,54 @@ def test_samples_that_do_not_fit(fields: dict, message: str) -> None:
     sound = {"ids": [1, 2, 3], "loss_mask": [False] * 3, "logprobs": [0.0] * 3}
     with pytest.raises(MultimodalError, match=f"s: .*{message}"):
         Sample("s", **(sound | fields))
+
+
+def test_names_are_text() -> None:
+    with pytest.raises(MultimodalError, match="called 5: give its name"):
+        Sample(5, [1], [0], [0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "messages", [None, ["hello"], [{"content": 5}], [{"content": {"type": "image_url", "image_url": A}}]]
+)
+def test_what_are_no_messages(messages: Any) -> None:
+    with pytest.raises(MultimodalError, match=r"^s: .*give"):
+        build_mm_refs(messages, [1, PAD, 2], PAD, sample="s")
+
+
+@pytest.mark.parametrize(
+    "hints",
+    [
+        {"ranges": 5},
+        {"ranges": {"image": 5}},
+        {"ranges": [(True, 1)]},
+        {"counts": 5},
+        {"counts": ["1"]},
+        {"counts": [1.0]},
+        {"counts": [0]},
+        {"counts": [-1]},
+    ],
+)
+def test_what_are_no_ranges_and_counts(hints: dict) -> None:
+    with pytest.raises(MultimodalError, match=r"^s: "):
+        build_mm_refs(messages_with([A]), [1, PAD, 2], PAD, sample="s", **hints)
+
+
+def test_counts_may_be_numpys() -> None:
+    """What is made of them must still travel."""
+    refs = build_mm_refs(messages_with([A]), [1, PAD, 2], PAD, counts=np.array([1]))
+    assert decode(encode([Sample("s", [1, PAD, 2], [0] * 3, [0] * 3, refs)]))[0].refs == (MMRef(A, 1, 1),)
+
+
+@pytest.mark.parametrize("counts", [[0], [-1], [1.5], [2**40]])
+def test_expansion_that_cannot_be(counts: list) -> None:
+    with pytest.raises(MultimodalError, match=r"^s: "):
+        expand([1, PAD, 2], PAD, counts, "s")
+
+
+def test_collapsing_other_ids() -> None:
+    with pytest.raises(MultimodalError, match="image 0 at tokens 1 to 9, of 3"):
+        collapse([1, PAD, 2], [MMRef(A, 1, 8)])
 
 
 def test_samples_do_not_change_with_their_source() -> None:

@@ -88,6 +88,8 @@ def test_damaged_messages() -> None:
         [name, ids, mask, logprobs, refs * 2],
         [name, ids, mask, logprobs, refs, "more"],
         [name, b"\xff" * len(ids), mask, logprobs, refs],
+        [name, ids, b"\0" + b"\xff" * (len(mask) - 1), logprobs, refs],
+        [name, ids, mask, b"\xff" * len(logprobs), refs],
         ["x" * 10000, ids, mask, logprobs, [[5, 1, 3]]],
         [name, ids, mask, logprobs],
         name,
@@ -95,6 +97,20 @@ def test_damaged_messages() -> None:
         with pytest.raises(MultimodalError) as caught:
             decode(msgspec.msgpack.encode([1, images, [damaged]]))
         assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("message", [None, "text", 5])
+def test_no_bytes(message: object) -> None:
+    with pytest.raises(MultimodalError, match="give the bytes of `encode`"):
+        decode(message)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "message", [b"\xdd\xff\xff\xff\xff", b"\x93\x01\x90\xdd\xff\xff\xff\xff", b"\x91" * 10**5]
+)
+def test_lengths_and_depths_that_are_not_there(message: bytes) -> None:
+    with pytest.raises(MultimodalError, match="damaged"):
+        decode(message)
 
 
 @settings(deadline=None)

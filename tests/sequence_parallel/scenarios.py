@@ -35,7 +35,13 @@ from tests.sequence_parallel import models, remote_code
 
 
 def parity(
-    group: Any, model: str, kind: str, length: int, arguments: tuple = (), checkpointing: bool = False
+    group: Any,
+    model: str,
+    kind: str,
+    length: int,
+    arguments: tuple = (),
+    checkpointing: bool = False,
+    before: bool = False,
 ) -> dict:
     """Largest differences of logits, loss and gradients (relative) from the model in one process."""
     single = getattr(models, model)(*arguments)
@@ -43,6 +49,8 @@ def parity(
     logits, loss = whole(single, batch)
     expected = gradients(single, loss)
 
+    if before:
+        transformers_ulysses.apply(None)
     said = transformers_ulysses.apply(group)
     sharded = getattr(models, model)(*arguments)
     if checkpointing:
@@ -281,7 +289,7 @@ def refused(group: Any, case: str) -> str:
         model.config._attn_implementation = case
     layers = nn.ModuleList([remote_code.LatentFreeAttention()])
     ids = torch.ones(1, 8, dtype=torch.long)
-    kwargs: dict[str, Any] = {"position_ids": torch.arange(8)[None]}
+    kwargs: dict[str, Any] = {"position_ids": 8 * dist.get_rank(group) + torch.arange(8)[None]}
     if case == "mask":
         kwargs["attention_mask"] = torch.ones(1, 32, dtype=torch.long)
     if case == "four dimensions":
@@ -299,7 +307,24 @@ def refused(group: Any, case: str) -> str:
             # What models do whose image tokens see each other.
             blocks, embeds = torch.tensor([[-1, 0, 0, 0, -1, -1, -1, -1]]), torch.zeros(1, 8, 4)
             create_causal_mask(model.config, embeds, None, None, block_sequence_ids=blocks)
+        if case == "group":
+            pair = shard_batch(ids, group=dist.new_subgroups(2)[0])
+            ids, kwargs = pair.input_ids, pair.attention_kwargs()
+        if case == "positions":
+            kwargs = {}
         model(ids, use_cache=False, **kwargs)
     except KimiBridgeError as error:
         return str(error)
     return "nothing was refused"
+
+
+def outside(group: Any) -> list[str]:
+    """What the first rank alone, and then all others, are told about a group of the first rank."""
+    alone, said = dist.new_group([0]), []
+    ids = torch.ones(1, 8, dtype=torch.long)
+    for call in (transformers_ulysses.apply, lambda group: shard_batch(ids, group=group)):
+        try:
+            call(alone)
+        except KimiBridgeError as error:
+            said.append(str(error))
+    return said

@@ -140,6 +140,44 @@ def test_wrong_shapes(changes: dict[str, Any], message: str) -> None:
     assert str(error.value).startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("ids", "changes", "message"),
+    [
+        (torch.ones(1, 0, dtype=torch.long), {}, r"input_ids is \(1, 0\): give \[batch, sequence\] of one"),
+        (torch.ones(0, 4, dtype=torch.long), {}, r"input_ids is \(0, 4\)"),
+        (torch.ones(4, dtype=torch.long), {}, r"input_ids is \(4,\)"),
+        (torch.ones(1, 4), {}, "input_ids is of torch.float32: give int64"),
+        (torch.ones(1, 4, dtype=torch.long), {"labels": torch.ones(1, 4)}, "labels is of torch.float32"),
+        (torch.ones(1, 4, dtype=torch.long), {"position_ids": torch.ones(1, 4)}, "position_ids is of"),
+    ],
+)
+def test_no_batch(ids: Tensor, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(KimiBridgeError, match=message):
+        shard_batch(ids, **changes)
+
+
+@pytest.mark.parametrize("shape", [(2, 8), (2, 2), (2, 3, 4), (2,)])
+def test_features_of_another_width(shape: tuple[int, ...]) -> None:
+    """Too many elements would be read row over row, and too few fail on some ranks alone."""
+    shard = shard_batch(torch.tensor([[1, 200, 200, 2]]), image_token_id=200)
+    with pytest.raises(KimiBridgeError, match=r"embeddings of width 4: give .rows, hidden\]"):
+        embed(shard, torch.nn.Embedding(8, 4), torch.zeros(shape))
+
+
+def test_labels_of_32_bits() -> None:
+    ids = torch.ones(1, 4, dtype=torch.long)
+    assert token_mean_loss(torch.zeros(1, 4, 8), shard_batch(ids, ids.int())) > 2
+
+
+@pytest.mark.parametrize("shape", [(1, 5, 8), (4, 1, 8), (4, 8)])
+def test_not_this_shards_logits(shape: tuple[int, ...]) -> None:
+    ids = torch.ones(1, 4, dtype=torch.long)
+    shard = shard_batch(ids, ids)
+    for function in (token_mean_loss, gather_sequence):
+        with pytest.raises(KimiBridgeError, match=r"for this rank's \(1, 4\) tokens: give .batch, part"):
+            function(torch.zeros(shape), shard)
+
+
 def test_wrong_arguments() -> None:
     shard = shard_batch(torch.ones(1, 4, dtype=torch.long))
     logits = torch.zeros(1, 4, 8)

@@ -128,12 +128,30 @@ REFUSED = {
     "mask": r"shape (1, 32) does not fit this rank's 1 x 8 tokens",
     "four dimensions": "shape (1, 1, 8, 8) does not fit",
     "lengths": "cu_seq_lens_q ends at 8, the sharded batch has 1 x 32 tokens",
+    "group": "cu_seq_lens_q ends at 8, the sharded batch has 1 x 16 tokens",
+    "positions": "Every rank's position_ids count from 0, as a model makes them by itself: pass `**shard.",
     "window": "sliding windows, chunks and blocks that see ahead are not covered",
     "blocks": "blocks that see ahead are not covered",
     "eager": "Ulysses does not shard eager attention: model.set_attn_implementation('sdpa')",
     "flex_attention": "Ulysses does not shard flex_attention attention",
     "class": "LatentFreeAttention computes attention by itself and is not DeepSeek-V3's (no num_heads, ",
 }
+
+
+def test_rank_outside_the_group(ranks: Ranks) -> None:
+    first, *others = ranks.run("outside", 4)
+    assert first == []
+    for rank, messages in enumerate(others, 1):
+        assert len(messages) == 2
+        assert all(said.startswith(f"Rank {rank} is not in the given process group") for said in messages)
+
+
+def test_another_group(ranks: Ranks) -> None:
+    """The last call's group holds."""
+    arguments = {"model": "llama", "arguments": (4, 4), "kind": "packed", "length": 43}
+    for found in ranks.run("parity", 2, **arguments, before=True):
+        assert found["logits"] < 1e-5
+        assert found["gradients"] < 1e-4
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -1,4 +1,4 @@
-"""Blocks of rows: small enough for the cache, read from and written to where a weight lies."""
+"""Blocks of rows, read from and written to where a weight lies."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from kimi_bridge.errors import CheckpointError
 from kimi_bridge.int4 import Int4Weight
 from kimi_bridge.int4.scheme import CODES_PER_WORD
 
-# Of output, at a time. Memory that stays in use is cheap; fresh memory is not.
-BLOCK_BYTES = 1 << 22
+# Of output, at a time. Memory that stays in use is cheap; fresh memory is not. Threads that take turns with
+# Python's lock after every operation want large ones.
+BLOCK_BYTES = 1 << 24
 
 
 def check_shape(name: str, triplet: Triplet, files: Files) -> None:

@@ -17,7 +17,7 @@ from kimi_bridge.int4.scheme import CODES_PER_WORD, Int4Scheme
 # the sum is exact or far from a tie, so that rounding it to 16 bits cannot go wrong.
 _NIBBLE_OFFSET = {torch.bfloat16: 2.0**7 + 8, torch.float16: 2.0**10 + 8, torch.float32: 2.0**23 + 8}
 _BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
-_BLOCK_ELEMENTS = {"cpu": 2**18}
+_BLOCK_ELEMENTS = {"cpu": 2**20}
 _BLOCK_ELEMENTS_ELSEWHERE = 2**27
 
 

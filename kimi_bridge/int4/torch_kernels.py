@@ -1,4 +1,4 @@
-"""The INT4 arithmetic in plain PyTorch, for any device, in blocks of rows that stay in the cache.
+"""The INT4 arithmetic in plain PyTorch, for any device, in blocks of rows.
 
 Callers (`codec`) have checked shapes and dtypes and hand in the outputs: `packed`, `codes` and `scale`
 contiguous, `out` with any strides, as inputs may have. A back end for one device is a module with these six

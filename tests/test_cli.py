@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kimi_bridge.checkpoint import synthesize_checkpoint
+from kimi_bridge import cli
+from kimi_bridge.checkpoint import FAMILIES, synthesize_checkpoint
 from tests.megatron.conftest import needs_megatron_checkpoints
 
 VERBS = ("demo", "doctor", "inspect", "synthesize", "import", "export", "verify")
@@ -24,6 +25,11 @@ def run(
     # A narrow terminal would wrap what the tests look for.
     env = os.environ | {"COLUMNS": "200", "CUDA_VISIBLE_DEVICES": ""} | environment
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=600, check=False)
+
+
+def test_families_are_those_of_the_table() -> None:
+    """Listed again in the command line, which starts without torch."""
+    assert {family.value for family in cli.Family} == set(FAMILIES)
 
 
 @pytest.fixture(scope="module")

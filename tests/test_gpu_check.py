@@ -199,6 +199,6 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     from tests.gpu.check import command
 
     if torch.cuda.is_available():
-        pytest.skip("there is one")
+        pytest.skip("there is a GPU, so the check would run")
     assert command.main(["--only", "load"]) == 1
     assert "needs a CUDA device" in capsys.readouterr().err

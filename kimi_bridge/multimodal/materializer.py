@@ -12,7 +12,7 @@ from kimi_bridge.errors import MultimodalError
 from kimi_bridge.multimodal.images import INLINE_ONLY, ImagePolicy, load_image
 from kimi_bridge.multimodal.packing import PackedBatch
 from kimi_bridge.multimodal.processors import Grid, Processor, mrope_positions
-from kimi_bridge.multimodal.refs import abbreviated, check_placeholders
+from kimi_bridge.multimodal.refs import Sample, abbreviated, check_placeholders
 
 Patches = tuple[torch.Tensor, Grid]
 
@@ -50,7 +50,8 @@ class Materializer:
         Raises MultimodalError, before anything is built, for placeholders that are not exactly the blocks,
         and for an image that is refused or has another number of tokens than its block.
         """
-        self._check(batch)
+        samples = batch.samples()
+        self._check(samples)
         inputs: dict[str, Any] = {"input_ids": torch.from_numpy(batch.ids.astype(np.int64))[None]}
         grids = self._add_patches(batch, inputs)
         if self.processor.policy.mm_token_type_ids:
@@ -58,14 +59,13 @@ class Materializer:
             inputs["mm_token_type_ids"] = types[None]
         positions = torch.from_numpy(batch.position_ids)[None]
         if self.processor.policy.position_ids == "mrope":
-            inputs["position_ids"] = torch.cat((positions, self._mrope(batch, grids)))[:, None]
+            inputs["position_ids"] = torch.cat((positions, self._mrope(samples, grids)))[:, None]
             inputs["use_cache"] = False
         else:
             inputs["position_ids"] = positions
         return inputs
 
-    def _check(self, batch: PackedBatch) -> None:
-        samples = batch.samples()
+    def _check(self, samples: list[Sample]) -> None:
         if len(samples) > 1 and not self.processor.policy.packs:
             raise MultimodalError(
                 f"{len(samples)} samples in one batch: this family's layers carry a state across them. "
@@ -146,10 +146,10 @@ class Materializer:
         while self._cached_bytes > self.cache_bytes:
             self._cached_bytes -= _size(*self._cache.popitem(last=False))
 
-    def _mrope(self, batch: PackedBatch, grids: list[Grid]) -> torch.Tensor:
+    def _mrope(self, samples: list[Sample], grids: list[Grid]) -> torch.Tensor:
         """int64 [3, tokens]: every sample's own positions, one behind the other."""
         merge, done, pieces = round(self.processor.patches_per_token**0.5), 0, []
-        for sample in batch.samples():
+        for sample in samples:
             here = grids[done : done + len(sample.refs)]
             pieces.append(mrope_positions(len(sample), list(sample.refs), here, merge))
             done += len(here)

@@ -144,7 +144,6 @@ def test_a_bug_in_a_worker_keeps_its_traceback(tiny: Path, tmp_path: Path) -> No
     keeper.close()
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system has no affinity")
 def test_workers_share_the_cores_that_they_may_use() -> None:
     allowed = os.sched_getaffinity(0)
     try:

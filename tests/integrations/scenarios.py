@@ -139,10 +139,8 @@ def grouped_spec_with_qat(grouped: Any, used: list[int]) -> Any:
 
 
 def without_streams() -> None:
-    """Wrapping a model in DDP makes streams that wait for each other."""
-    from unittest.mock import MagicMock
-
-    torch.cuda.Stream = torch.cuda.current_stream = lambda *_args, **_kwargs: MagicMock()
+    """Wrapping a model in DDP makes streams that wait for each other: PyTorch's own for a CPU do nothing."""
+    torch.cuda.Stream = torch.cuda.current_stream = lambda *_args, **_kwargs: torch.cpu.Stream()
     torch.cuda.stream = lambda *_args: nullcontext()
     torch.cuda.empty_cache = lambda: None
 

@@ -16,7 +16,6 @@ from transformers import AutoTokenizer
 
 from kimi_bridge.errors import MultimodalError
 from kimi_bridge.multimodal import (
-    KimiK25,
     Sample,
     build_mm_refs,
     collapse,
@@ -162,20 +161,9 @@ def test_messages_of_another_prompt(rendered: tuple[Any, dict[str, Any]]) -> Non
         refs_from_render(record["request"], record["messages"][:2], processor.placeholder, name="roll")
 
 
-def recorded(pattern: str) -> list[Path]:
-    return sorted(DATA.glob(pattern))
-
-
-def processor_of(record: dict[str, Any], path: Path, folder: Path) -> Any:
-    if "kimi" in path.name:
-        return KimiK25.from_settings(folders.KIMI_PREPROCESSOR["media_proc_cfg"], record["placeholder"])
-    return load_processor(folders.qwen_folder(folder))
-
-
-@pytest.mark.parametrize("path", recorded("generate_*.json"), ids=lambda path: path.stem)
-def test_recorded_generate_answers(path: Path, tmp_path: Path) -> None:
-    record = json.loads(path.read_text())
-    processor = processor_of(record, path, tmp_path)
+def test_recorded_generate_answers(tmp_path: Path) -> None:
+    record = json.loads((DATA / "generate_qwen3_vl.json").read_text())
+    processor = load_processor(folders.qwen_folder(tmp_path))
     for answer in record["answers"]:
         samples = samples_from_generate(
             answer["request"], answer["response"], answer["messages"], processor.placeholder
@@ -183,10 +171,9 @@ def test_recorded_generate_answers(path: Path, tmp_path: Path) -> None:
         check(samples, answer["messages"], processor)
 
 
-@pytest.mark.parametrize("path", recorded("offline_*.json"), ids=lambda path: path.stem)
-def test_recorded_offline_outputs(path: Path, tmp_path: Path) -> None:
-    record = json.loads(path.read_text())
-    processor = processor_of(record, path, tmp_path)
+def test_recorded_offline_outputs(tmp_path: Path) -> None:
+    record = json.loads((DATA / "offline_qwen3_vl.json").read_text())
+    processor = load_processor(folders.qwen_folder(tmp_path))
     for answer in record["answers"]:
         output = SimpleNamespace(
             request_id="r",

@@ -6,12 +6,15 @@
 A dense DeepSeek-V3 model with the attention of Kimi-VL-A3B (hidden size 2048, 16 heads of 128 + 64, values of
 128, latent of 512; feed-forward 11264) and random weights, in bfloat16: forward, backward, and the sum of the
 gradients over the ranks, of one sequence. `--device cpu` goes the same way with gloo and tiny sizes.
+Ranks may share a GPU where NCCL lets them (NCCL_MULTI_RANK_GPU_ENABLE=1): logits and memory are those of
+several GPUs then, and no times are printed.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -24,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, DeepseekV3Config
-from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+from transformers.modeling_flash_attention_utils import FLASH_ATTENTION_COMPATIBILITY_MATRIX
 
 from kimi_bridge.patches import transformers_ulysses
 from kimi_bridge.sequence_parallel import count_traffic, gather_sequence, shard_batch, token_mean_loss
@@ -50,13 +53,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args()
-    if options.device == "cuda" and torch.cuda.device_count() < 2:
-        print(f"skipped: needs two GPUs, not {torch.cuda.device_count()} (--device cpu runs tiny)")
+    gpus = torch.cuda.device_count()
+    if options.device == "cuda" and gpus < (1 if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else 2):
+        print(f"skipped: needs two GPUs, not {gpus} (--device cpu runs tiny)")
         return
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
     device = torch.device("cpu")
     if options.device == "cuda":
-        device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
+        device = torch.device("cuda", dist.get_rank() % gpus)
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
@@ -76,6 +80,8 @@ def report(
     options: argparse.Namespace, implementation: str, device: torch.device, one: dist.ProcessGroup
 ) -> None:
     ranks = dist.get_world_size()
+    # A GPU's time that ranks share says nothing about several GPUs.
+    shared = device.type == "cuda" and torch.cuda.device_count() < ranks
     model = build(options, implementation, device)
     say(f"{implementation}, {options.compare_tokens} tokens in bfloat16\n")
     say("| | logits, 1 rank from float32 | Ulysses from float32 | Ulysses from 1 rank | same next token |")
@@ -88,15 +94,18 @@ def report(
     alone = measure(options, model, device, one)
     together = measure(options, model, device, None)
     for name, step in (("1 rank", alone), (f"{ranks} ranks, Ulysses", together)):
-        speed = f"{step.seconds * 1000:.0f} | {options.tokens / step.seconds:,.0f}"
+        speed = "- | -"
+        if not shared:
+            speed = f"{step.seconds * 1000:.0f} | {options.tokens / step.seconds:,.0f}"
         memory = f"{step.peak:.2f} GiB | {step.peak - step.resident:.2f} GiB" if step.peak else "- | -"
         say(f"| {name} | {speed} | {memory} | {step.sent:,.0f} |")
-    say(f"\n{alone.seconds / together.seconds:.2f} times as fast", end="")
+    notes = [] if shared else [f"{alone.seconds / together.seconds:.2f} times as fast"]
     if together.peak:
         share = (together.peak - together.resident) / (alone.peak - alone.resident or 1)
-        say(f"; activations {share:.3f} of one rank's", end="")
+        notes.append(f"activations {share:.3f} of one rank's")
     expanded = expanded_bytes(model, ranks)
-    say(f"; with the keys' rotary half sent for every head: {expanded:,.0f} bytes a token and layer\n")
+    notes.append(f"with the keys' rotary half sent for every head: {expanded:,.0f} bytes a token and layer")
+    say(f"\n{'; '.join(notes)}\n")
 
 
 def compare(kind: str, options: argparse.Namespace, model: nn.Module, device: torch.device) -> None:
@@ -208,8 +217,9 @@ def working_kernels(device: torch.device) -> list[SDPBackend]:
 
 
 def implementations() -> list[str]:
-    flash = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
-    return ["sdpa", *(name for name, available in flash.items() if available())]
+    """sdpa, and flash attention's versions that are installed."""
+    flash = FLASH_ATTENTION_COMPATIBILITY_MATRIX.items()
+    return ["sdpa", *(f"flash_attention_{n}" for n, facts in flash if facts["general_availability_check"]())]
 
 
 def expanded_bytes(model: nn.Module, ranks: int) -> float:
@@ -241,7 +251,8 @@ def reset_peak(device: torch.device) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    gpus = min(dist.get_world_size(), torch.cuda.device_count())
+    return f"{gpus} x {torch.cuda.get_device_name()}" if device.type == "cuda" else "CPU"
 
 
 def say(line: str, end: str = "\n") -> None:

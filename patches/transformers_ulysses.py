@@ -24,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kimi_bridge.errors import KimiBridgeError
 from kimi_bridge.sequence_parallel.attention import ulysses_attention
-from kimi_bridge.sequence_parallel.exchange import group_size
+from kimi_bridge.sequence_parallel.exchange import group_size, set_attention_ranks
 from kimi_bridge.sequence_parallel.remote import remote_attention_classes, sharded_forward
 
 # Eager attention lives in each modeling file, and flex attention needs a mask of the whole sequence.
@@ -59,6 +59,7 @@ def apply(process_group: dist.ProcessGroup | None, model: nn.Module | None = Non
     if _applied is None:
         _applied = _Applied(process_group)
     _applied.group = process_group
+    set_attention_ranks(process_group, active=True)
     for name in ALL_ATTENTION_FUNCTIONS.valid_keys():
         _override_attention(_applied, name)
     for name in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys():
@@ -85,6 +86,7 @@ def undo() -> str:
     for cls, forward in _applied.forwards.items():
         cls.forward = forward  # type: ignore[attr-defined]
     _applied = None
+    set_attention_ranks(None, active=False)
     return "transformers' attention is as it was."
 
 

@@ -181,8 +181,24 @@ def _init_process_group() -> None:
         dist.init_process_group(_backend(), store=store, rank=0, world_size=1)
         return
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        torch.cuda.set_device(gpu_of(local_rank, torch.cuda.device_count()))
     dist.init_process_group(_backend())
+
+
+def gpu_of(local_rank: int, gpus: int) -> int:
+    """The index of a process's GPU. Processes share one only where NCCL was told to allow it.
+
+    Raises:
+        KimiBridgeError: more processes than GPUs, and NCCL_MULTI_RANK_GPU_ENABLE is not 1.
+    """
+    if local_rank >= gpus and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        raise KimiBridgeError(
+            f"Local rank {local_rank} has no GPU of its own: {gpus} visible here. Start torchrun with"
+            f" --nproc_per_node {gpus} at most. To try a layout out, ranks may share a GPU: set"
+            " NCCL_MULTI_RANK_GPU_ENABLE=1, which NCCL 2.30.7 has and 2.29.7 has not."
+        )
+    return local_rank % gpus
 
 
 def _backend() -> str:

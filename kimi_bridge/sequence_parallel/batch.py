@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from kimi_bridge.errors import KimiBridgeError
 
-from .exchange import group_rank, group_size
+from .exchange import check_attention, group_rank, group_size
 from .segments import cumulative_lengths, segment_starts
 
 IGNORED = -100
@@ -39,7 +39,12 @@ class SequenceShard:
     image_row_count: int  # placeholders in the whole batch
 
     def attention_kwargs(self) -> dict[str, Any]:
-        """What the model's forward needs beside ids or embeddings, under transformers' names."""
+        """What the model's forward needs beside ids or embeddings, under transformers' names.
+
+        Raises KimiBridgeError unless `transformers_ulysses.apply` shards attention over this shard's group:
+        the model would take its part for the whole sequence.
+        """
+        check_attention(self.group)
         return {
             "position_ids": self.position_ids,
             "cu_seq_lens_q": self.cu_seqlens,

@@ -54,6 +54,33 @@ def group_rank(group: dist.ProcessGroup | None) -> int:
     return dist.get_rank(group) if group_size(group) > 1 else 0
 
 
+# The ranks over which attention shares sequences now, in their order; None: it does not.
+_attention_ranks: list[int] | None = None
+
+
+def set_attention_ranks(group: dist.ProcessGroup | None, active: bool) -> None:
+    """Records, for `check_attention`, that attention is sharded over the group, or no longer."""
+    global _attention_ranks
+    _attention_ranks = dist.get_process_group_ranks(group) if active else None
+
+
+def check_attention(group: dist.ProcessGroup | None) -> None:
+    """Raises KimiBridgeError where a part of a sequence would be attended as if it were all of it."""
+    if group_size(group) == 1:
+        return
+    ranks = dist.get_process_group_ranks(group)
+    if _attention_ranks is None:
+        raise KimiBridgeError(
+            f"The batch is cut over ranks {ranks}, but attention is not sharded: call "
+            "kimi_bridge.patches.transformers_ulysses.apply(group) first, in every process."
+        )
+    if ranks != _attention_ranks:
+        raise KimiBridgeError(
+            f"The batch is cut over ranks {ranks}, attention over {_attention_ranks}: give shard_batch and "
+            "transformers_ulysses.apply the same process group."
+        )
+
+
 def heads_to_ranks(states: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """[batch, heads, part of the sequence, width] -> [batch, this rank's heads, whole sequence, width]."""
     return _AllToAll.apply(states, group, 1, 2)

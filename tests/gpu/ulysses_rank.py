@@ -6,7 +6,7 @@ import json
 
 import torch
 import torch.distributed as dist
-from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+from transformers.modeling_flash_attention_utils import FLASH_ATTENTION_COMPATIBILITY_MATRIX
 
 from kimi_bridge.patches import transformers_ulysses
 from tests.sequence_parallel import scenarios
@@ -15,11 +15,12 @@ KINDS = [("plain", 2048), ("plain", 2037), ("packed", 2037), ("right", 1001)]
 
 
 def main() -> None:
-    device = f"cuda:{int(torch.distributed.get_node_local_rank(0))}"
+    device = f"cuda:{dist.get_node_local_rank(0) % torch.cuda.device_count()}"
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=torch.device(device))
-    flash = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
-    for implementation in ["sdpa", *(name for name, available in flash.items() if available())]:
+    flash = FLASH_ATTENTION_COMPATIBILITY_MATRIX.items()
+    installed = [f"flash_attention_{n}" for n, facts in flash if facts["general_availability_check"]()]
+    for implementation in ["sdpa", *installed]:
         for kind, length in KINDS:
             arguments = {"kind": kind, "length": length, "implementation": implementation}
             found = scenarios.half_precision(None, **arguments, device=device)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from kimi_bridge.errors import KimiBridgeError
 from tests.megatron.ranks import Ranks
 
 DATA = Path(__file__).parents[1] / "data"
@@ -120,3 +121,14 @@ def test_registration_survives_a_later_one(ranks: Ranks) -> None:
     assert seen["kimi_vl"] == "KimiVLTextBridge"
     assert "KimiK25VLBridge" in seen["error"]
     assert "kimi_bridge.megatron.register()" in seen["error"]
+
+
+def test_a_rank_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kimi_bridge.megatron import runtime
+
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    assert [runtime.gpu_of(rank, gpus=2) for rank in (0, 1)] == [0, 1]
+    with pytest.raises(KimiBridgeError, match=r"Local rank 2 has no GPU of its own: 2 visible .*_node 2 at"):
+        runtime.gpu_of(2, gpus=2)
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert [runtime.gpu_of(rank, gpus=1) for rank in (0, 1)] == [0, 0]

@@ -142,7 +142,7 @@ def unsharded_attention(group: Any) -> float:
     model, batch = models.deepseek(None), models.batch("plain", 48)
     expected, _ = whole(model, batch)
     shard = cut(batch, group)
-    own = model(shard.input_ids, use_cache=False, **shard.attention_kwargs()).logits
+    own = model(shard.input_ids, use_cache=False, position_ids=shard.position_ids).logits
     return (gather_sequence(own.detach(), shard) - expected).abs().max().item()
 
 
@@ -189,14 +189,15 @@ def variable_length(group: Any) -> list[float]:
     module = models.deepseek(None).model.layers[0].self_attn
     batch = models.batch("packed rows", 48)
     shard = cut(batch, group)
+    transformers_ulysses.apply(group)
+    arguments = shard.attention_kwargs()
+    transformers_ulysses.undo()
     states = [
         torch.randn(2, 4, 48 // dist.get_world_size(group), w, requires_grad=True) for w in (24, 24, 24)
     ]
     results = []
     for inner, varlen in ((sdpa_attention_forward, False), (kernel, True)):
-        output = ulysses_attention(
-            inner, module, *states, None, group, varlen, scaling=0.3, **shard.attention_kwargs()
-        )
+        output = ulysses_attention(inner, module, *states, None, group, varlen, scaling=0.3, **arguments)
         results.append([output, *torch.autograd.grad(output.square().sum(), states)])
     assert results[0][0].shape[-1] == module.v_head_dim
     return [relative(b, a) for a, b in zip(*results, strict=True)]
@@ -299,6 +300,8 @@ def refused(group: Any, case: str) -> str:
             ["cu_seq_lens_q", "cu_seq_lens_k"], torch.tensor([0, 4, 8], dtype=torch.int32)
         )
     try:
+        if case == "not applied":
+            shard_batch(ids, group=group).attention_kwargs()
         transformers_ulysses.apply(group, layers if case == "class" else None)
         if case == "cache":
             cache = model(ids, use_cache=True, **kwargs).past_key_values
@@ -308,8 +311,10 @@ def refused(group: Any, case: str) -> str:
             blocks, embeds = torch.tensor([[-1, 0, 0, 0, -1, -1, -1, -1]]), torch.zeros(1, 8, 4)
             create_causal_mask(model.config, embeds, None, None, block_sequence_ids=blocks)
         if case == "group":
-            pair = shard_batch(ids, group=dist.new_subgroups(2)[0])
-            ids, kwargs = pair.input_ids, pair.attention_kwargs()
+            # Of the same size: shapes alone would not tell.
+            transformers_ulysses.apply(dist.new_subgroups(2)[0])
+            crossed = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0]
+            shard_batch(ids, group=crossed).attention_kwargs()
         if case == "positions":
             kwargs = {}
         model(ids, use_cache=False, **kwargs)

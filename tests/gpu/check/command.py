@@ -53,7 +53,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="share of the GPU an engine asks for",
     )
     add("--no-routing", dest="routing", action="store_false", help="do not ask vLLM which experts it took")
-    add("--nproc", type=int, default=1, help="GPUs; more than one adds TP 2, EP 2 and PP 2")
+    add("--nproc", type=int, default=1, help="processes, one a GPU; more than one adds TP 2, EP 2 and PP 2")
     add("--only", help=f"steps, with commas: {','.join(STEPS)}")
     add("--skip", help="steps to leave out, with commas")
     add("--keep", type=Path, help="a folder for checkpoints and logs, kept and used again")

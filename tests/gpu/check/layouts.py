@@ -1,4 +1,4 @@
-"""Several GPUs: adapters and INT4 exports of TP 2, EP 2 and PP 2 are those of one GPU.
+"""Several processes: adapters and INT4 exports of TP 2, EP 2 and PP 2 are those of one process.
 
 `torchrun --nproc_per_node 2 tests/gpu/check/layouts.py PLAN.json` does the work; the step starts it.
 """
@@ -46,6 +46,9 @@ def layouts(check: Check, row: Row) -> None:
     for name in ("base", "lora_run"):
         check.__dict__.pop(name, None)
     free()
+    gpus = torch.cuda.device_count()
+    if gpus < check.options.nproc:
+        row.figures["processes"] = f"{check.options.nproc} on {gpus} GPU"
     log = check.folder / "layouts.log"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc_per_node", str(check.options.nproc), str(Path(__file__)), str(file)]

@@ -47,7 +47,9 @@ def facts(rows: list[Row], check: Check) -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "not found"
     versions["vllm"] = next((e.ready["vllm"] for e in check.engines.values() if e.ready), "not started")
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    gpu = "none"
+    if torch.cuda.is_available():
+        gpu = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "gpu": gpu,

@@ -9,15 +9,12 @@ tests have scenarios of their own.
 from __future__ import annotations
 
 import importlib
-import multiprocessing
 import os
-import tempfile
 import traceback
 from dataclasses import dataclass
 from typing import Any
 
-WORLD_SIZE = 4
-SECONDS = 180
+from tests.rank_pool import WORLD_SIZE, RankPool
 
 
 class Layout(dict):
@@ -38,25 +35,14 @@ class RankError:
 
 class Ranks:
     def __init__(self, package: str = "tests.megatron") -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([f"{package}.scenarios"])
-        self.folder = tempfile.TemporaryDirectory()
-        self.jobs = 0
-        self.pipes, self.processes = [], []
-        for rank in range(WORLD_SIZE):
-            ours, theirs = context.Pipe()
-            # Not daemons: Megatron's checkpoint writer starts processes of its own.
-            process = context.Process(target=_serve, args=(rank, theirs, package))
-            process.start()
-            self.pipes.append(ours)
-            self.processes.append(process)
+        self._pool = RankPool(_serve, f"{package}.scenarios", package)
+        self.close = self._pool.close
+        self._jobs = 0
 
     def run_all(self, scenario: str, **kwargs: Any) -> list[Any]:
         """The result of each rank, or its RankError."""
-        self.jobs += 1
-        for pipe in self.pipes:
-            pipe.send((scenario, kwargs, f"{self.folder.name}/rendezvous{self.jobs}"))
-        return [self._receive(rank, scenario) for rank in range(WORLD_SIZE)]
+        self._jobs += 1
+        return self._pool.answers(scenario, (scenario, kwargs, self._jobs))
 
     def run(self, scenario: str, **kwargs: Any) -> Any:
         """Rank 0's result; an error on any rank fails the test with its traceback."""
@@ -72,23 +58,6 @@ class Ranks:
         assert all(isinstance(result, RankError) for result in results), results
         return results
 
-    def close(self) -> None:
-        for pipe, process in zip(self.pipes, self.processes, strict=True):
-            if process.is_alive():
-                pipe.send(None)
-        for process in self.processes:
-            process.join(20)
-            if process.is_alive():
-                process.kill()
-        self.folder.cleanup()
-
-    def _receive(self, rank: int, scenario: str) -> Any:
-        if not self.pipes[rank].poll(SECONDS):
-            for process in self.processes:
-                process.kill()
-            raise AssertionError(f"{scenario}: rank {rank} gave no answer within {SECONDS} s")
-        return self.pipes[rank].recv()
-
 
 def join(rank: int, rendezvous: str) -> None:
     """Joins the process group through a file, which needs no free port and works any number of times."""
@@ -99,7 +68,7 @@ def join(rank: int, rendezvous: str) -> None:
     dist.barrier()
 
 
-def _serve(rank: int, pipe: Any, package: str) -> None:
+def _serve(rank: int, pipe: Any, folder: str, package: str) -> None:
     os.environ["RANK"] = str(rank)
     import torch
 
@@ -107,10 +76,10 @@ def _serve(rank: int, pipe: Any, package: str) -> None:
 
     torch.set_num_threads(1)
     while (job := pipe.recv()) is not None:
-        scenario, kwargs, rendezvous = job
+        scenario, kwargs, number = job
         try:
             # A process group for each: the groups of a layout have threads that only end with it.
-            join(rank, rendezvous)
+            join(rank, f"{folder}/rendezvous{number}")
             name, _, function = scenario.rpartition(".")
             module = importlib.import_module(f"{package}.{name or 'scenarios'}")
             layouts = {

@@ -8,63 +8,34 @@ that was asked for.
 from __future__ import annotations
 
 import importlib
-import multiprocessing
-import tempfile
 import traceback
 from typing import Any
 
-WORLD_SIZE = 4
-SECONDS = 180
+from tests.rank_pool import WORLD_SIZE, RankPool
 
 
 class Ranks:
     def __init__(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.sequence_parallel.scenarios"])
-        self.folder = tempfile.TemporaryDirectory()
-        self.pipes, self.processes = [], []
-        for rank in range(WORLD_SIZE):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, f"{self.folder.name}/rendezvous", theirs))
-            process.start()
-            self.pipes.append(ours)
-            self.processes.append(process)
+        self._pool = RankPool(_serve, "tests.sequence_parallel.scenarios")
+        self.close = self._pool.close
 
     def run(self, scenario: str, size: int, **kwargs: Any) -> list[Any]:
         """Each rank's result; an error on any rank fails the test with its traceback."""
-        for pipe in self.pipes:
-            pipe.send((scenario, size, kwargs))
-        results = [self._receive(rank, scenario) for rank in range(WORLD_SIZE)]
+        results = self._pool.answers(scenario, (scenario, size, kwargs))
         for rank, (failed, result) in enumerate(results):
             assert not failed, f"{scenario} failed on rank {rank}:\n{result}"
         return [result for _, result in results]
 
-    def close(self) -> None:
-        for pipe, process in zip(self.pipes, self.processes, strict=True):
-            if process.is_alive():
-                pipe.send(None)
-        for process in self.processes:
-            process.join(20)
-            if process.is_alive():
-                process.kill()
-        self.folder.cleanup()
 
-    def _receive(self, rank: int, scenario: str) -> Any:
-        if not self.pipes[rank].poll(SECONDS):
-            for process in self.processes:
-                process.kill()
-            raise AssertionError(f"{scenario}: rank {rank} gave no answer within {SECONDS} s")
-        return self.pipes[rank].recv()
-
-
-def _serve(rank: int, rendezvous: str, pipe: Any) -> None:
+def _serve(rank: int, pipe: Any, folder: str) -> None:
     import torch
     import torch.distributed as dist
 
     from kimi_bridge.patches import transformers_ulysses
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD_SIZE)
+    rendezvous = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=WORLD_SIZE)
     groups = {size: dist.new_subgroups(size)[0] for size in (1, 2, WORLD_SIZE)}
     while (job := pipe.recv()) is not None:
         scenario, size, kwargs = job

@@ -12,6 +12,9 @@ import binascii
 import contextlib
 import http.client
 import io
+import socket
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -108,20 +111,48 @@ def _fetched(url: str, policy: ImagePolicy) -> bytes:
         raise MultimodalError(f"{abbreviated(url)}: host {host} is not among the policy's hosts.")
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = kind(host, port, timeout=FETCH_SECONDS)
+    late = threading.Event()
     try:
-        connection.request("GET", (parts.path or "/") + (f"?{parts.query}" if parts.query else ""))
-        answer = connection.getresponse()
-        if answer.status != 200:
-            raise MultimodalError(
-                f"{abbreviated(url)}: HTTP status {answer.status} (no redirect is followed)."
-            )
-        return answer.read(policy.max_bytes + 1)
+        connection.connect()
+        with _deadline(connection.sock, late):
+            connection.request("GET", (parts.path or "/") + (f"?{parts.query}" if parts.query else ""))
+            answer = connection.getresponse()
+            if answer.status != 200:
+                raise MultimodalError(
+                    f"{abbreviated(url)}: HTTP status {answer.status} (no redirect is followed)."
+                )
+            data = answer.read(policy.max_bytes + 1)
+        if answer.length and len(data) <= policy.max_bytes:
+            raise http.client.IncompleteRead(data, answer.length)
+        return data
     except (OSError, http.client.HTTPException, ValueError) as error:
+        if late.is_set():
+            raise MultimodalError(f"{abbreviated(url)}: not fetched within {FETCH_SECONDS:.0f} s.") from error
         if isinstance(error, MultimodalError):
             raise
         raise MultimodalError(f"{abbreviated(url)}: not fetched ({error}).") from error
     finally:
         connection.close()
+
+
+@contextlib.contextmanager
+def _deadline(connected: socket.socket, late: threading.Event) -> Iterator[None]:
+    """Ends the connection after FETCH_SECONDS: the socket's own timeout begins anew with every byte."""
+
+    def end() -> None:
+        late.set()
+        with contextlib.suppress(OSError):
+            connected.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(FETCH_SECONDS, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+    if late.is_set():
+        raise TimeoutError
 
 
 def _from_disk(url: str, policy: ImagePolicy) -> bytes:

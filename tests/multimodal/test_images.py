@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import struct
 import threading
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 from PIL import Image
 
 from kimi_bridge.errors import MultimodalError
-from kimi_bridge.multimodal import ImagePolicy, load_image
+from kimi_bridge.multimodal import ImagePolicy, images, load_image
 from tests.multimodal.pictures import data_url, encoded, picture, picture_url
 
 
@@ -116,7 +118,16 @@ class Pages(http.server.BaseHTTPRequestHandler):
         self.send_response(302 if moved else 200)
         if moved:
             self.send_header("Location", "/image.png")
+        if self.path == "/short":
+            self.send_header("Content-Length", "1000")
         self.end_headers()
+        if self.path == "/short":
+            self.wfile.write(encoded(picture(8, 8)))
+        if self.path == "/drip":
+            with contextlib.suppress(OSError):
+                while True:
+                    self.wfile.write(b"\0")
+                    time.sleep(0.05)
         if self.path == "/image.png?size=8":
             self.wfile.write(encoded(picture(8, 8)))
         if self.path == "/large":
@@ -137,7 +148,13 @@ def host() -> Iterator[str]:
 def test_hosts(host: str) -> None:
     policy = ImagePolicy(hosts=frozenset({"127.0.0.1"}), max_bytes=100000)
     assert load_image(f"http://{host}/image.png?size=8", policy).size == (8, 8)
-    for path, message in (("/moved", "status 302"), ("/large", "over 100000"), ("/none", "no image of")):
+    refused = {
+        "/moved": "status 302",
+        "/large": "over 100000",
+        "/none": "no image of",
+        "/short": "more expected",
+    }
+    for path, message in refused.items():
         with pytest.raises(MultimodalError, match=message):
             load_image(f"http://{host}{path}", policy)
     for url in (
@@ -150,6 +167,12 @@ def test_hosts(host: str) -> None:
     for url in ("http://127.0.0.1:1/x", "http://127.0.0.1:x/", "http://[", f"http://{host}/a b\r\nX: y"):
         with pytest.raises(MultimodalError):
             load_image(url, policy)
+
+
+def test_a_host_that_never_ends(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "FETCH_SECONDS", 1.0)
+    with pytest.raises(MultimodalError, match="not fetched within 1 s"):
+        load_image(f"http://{host}/drip", ImagePolicy(hosts=frozenset({"127.0.0.1"})))
 
 
 def test_transparent_pixels_lie_on_white() -> None:

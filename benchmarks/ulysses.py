@@ -87,7 +87,7 @@ def report(
     say("| | logits, 1 rank from float32 | Ulysses from float32 | Ulysses from 1 rank | same next token |")
     say("|---|---|---|---|---|")
     for kind in ("plain", "packed"):
-        compare(kind, options, model, device)
+        compare(kind, options, model, device, one)
     say(f"\n{implementation}, {options.tokens} tokens, {options.layers} layers\n")
     say("| | ms a step | tokens/s | peak memory | of it activations | bytes sent a token and layer |")
     say("|---|---|---|---|---|---|")
@@ -108,11 +108,15 @@ def report(
     say(f"\n{'; '.join(notes)}\n")
 
 
-def compare(kind: str, options: argparse.Namespace, model: nn.Module, device: torch.device) -> None:
+def compare(
+    kind: str, options: argparse.Namespace, model: nn.Module, device: torch.device, one: dist.ProcessGroup
+) -> None:
     """Logits of one rank and of all against each other, and of both against one rank in float32."""
     ids, positions = batch(options.compare_tokens, device, kind)
     with torch.no_grad():
-        alone = model(ids, position_ids=positions, use_cache=False).logits.float()
+        # Lengths as numbers: flash attention 4 does not take tensors, which transformers makes of positions.
+        lengths = shard_batch(ids, position_ids=positions, group=one).attention_kwargs()
+        alone = model(ids, use_cache=False, **lengths).logits.float()
         reference = copy.deepcopy(model).float()
         reference.set_attn_implementation("sdpa")
         exact = reference(ids, position_ids=positions, use_cache=False).logits

@@ -98,10 +98,13 @@ def half_precision(group: Any, kind: str, length: int, implementation: str, devi
     half.set_attn_implementation(implementation)
     batch = {name: tensor.to(device) for name, tensor in models.batch(kind, length).items()}
     real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    alone = dist.new_subgroups(1)[0]
+    # Lengths as numbers: flash attention 4 does not take the tensors that transformers makes of positions.
+    lengths = shard_batch(**batch, group=alone).attention_kwargs() if "position_ids" in batch else {}
 
     results = {}
     for name, model in (("exact", exact), ("alone", half)):
-        logits, loss = whole(model, batch)
+        logits, loss = whole(model, batch | lengths)
         results[name] = logits[real].float(), flat(gradients(model, loss))
     half.zero_grad(set_to_none=True)
     transformers_ulysses.apply(group)

@@ -6,7 +6,9 @@ the decoder's class, so that a member that a later vLLM adds is covered. `packed
 decoder's own dict: the decoder adds `fused_qkv_a_proj` to it when it is built.
 
 vLLM 0.26 to 0.33 accept LoRA on `kv_b_proj` and never apply it: MLA computes with the weight it absorbed
-when loading (vLLM issue 48974). Such an adapter is refused here, where it would be served in part.
+when loading (vLLM issue 48974). Nor on the router (`mlp.gate`), seen in 0.26: the experts call the one that
+they were built with, while LoRA is put around another reference to it. Such adapters are refused here,
+where they would be served in part.
 
 pyproject.toml names `apply` as a vLLM plugin (group `vllm.general_plugins`), so every process of vLLM
 calls it. KIMI_BRIDGE_VLLM_LORA=0 turns it off.
@@ -161,12 +163,31 @@ def _set_manager(self: Any, manager: Any) -> None:
     What is not in `supported_lora_modules` vLLM refuses when an adapter names it.
     """
     self.__dict__["_lora_manager"] = manager
-    absorbed = any(type(module).__name__ == "MLAAttention" for module in self.modules())
-    if manager is not None and absorbed and "kv_b_proj" in manager.supported_lora_modules:
-        manager.supported_lora_modules.remove("kv_b_proj")
-        _logger.info(
-            "Adapters on kv_b_proj are refused: vLLM's MLA would not apply them. Merge such an adapter."
-        )
+    if manager is None:
+        return
+    ignored = {}
+    if any(type(module).__name__ == "MLAAttention" for module in self.modules()):
+        ignored["kv_b_proj"] = "MLA"
+    if _router_is_bypassed(self):
+        ignored["gate"] = "experts"
+    for name, part in ignored.items():
+        if name in manager.supported_lora_modules:
+            manager.supported_lora_modules.remove(name)
+            _logger.info(
+                "Adapters on %s are refused: vLLM's %s would not apply them. Merge such an adapter.",
+                name,
+                part,
+            )
+
+
+def _router_is_bypassed(model: Any) -> bool:
+    """Whether a module calls a router from under the layer that adds LoRA to it."""
+    wrapped = {
+        id(module.base_layer)
+        for name, module in model.named_modules()
+        if name.endswith(".gate") and hasattr(module, "base_layer")
+    }
+    return any(id(getattr(module, "gate", None)) in wrapped for module in model.modules())
 
 
 def _mm_mapping(connector: str) -> Callable[[Any], Any]:

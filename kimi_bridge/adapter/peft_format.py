@@ -43,10 +43,11 @@ _PARTS: tuple[Part, Part] = ("A", "B")
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _NOTES = "kimi_bridge"
-_KV_B_PROJ = (
-    "the adapter is on kv_b_proj ({count} modules), which vLLM accepts and never applies (vLLM issue 48974),"
-    " and refuses where this library is installed: leave linear_kv_up_proj out of target_modules, or merge"
-    " the adapter to serve it"
+# What vLLM accepts and never applies, and Megatron's name for it.
+_IGNORED = {"kv_b_proj": "linear_kv_up_proj", "gate": "router"}
+_WARNING = (
+    "the adapter is on {name} ({count} modules), which vLLM accepts and never applies, and refuses where this"
+    " library is installed: leave {in_megatron} out of target_modules, or merge the adapter to serve it"
 )
 
 
@@ -195,8 +196,10 @@ def plan_adapter(
         for part in _PARTS
         for module in experts
     ]
-    ignored = [module for module in modules if module.endswith(".kv_b_proj")] if target == "vllm" else []
-    warnings = [_KV_B_PROJ.format(count=len(ignored))] if ignored else []
+    warnings = []
+    for name, in_megatron in _IGNORED.items() if target == "vllm" else ():
+        if count := sum(module.endswith(f".{name}") for module in modules):
+            warnings.append(_WARNING.format(name=name, count=count, in_megatron=in_megatron))
     return AdapterPlan(config, specs, {**(notes or {}), "base": fingerprint(base)}, warnings)
 
 

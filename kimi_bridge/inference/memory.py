@@ -74,7 +74,7 @@ class AdapterMemory:
         if (taken := self._kept.get(lora_id)) is not None and taken.name != name:
             raise KimiBridgeError(f"Id {lora_id} belongs to the adapter {taken.name!r}: choose another.")
         check_adapter(config, tensors, self._manager.lora_config.max_lora_rank)
-        self._check_absorbed(tensors)
+        self._check_applied(tensors)
         adapter = self._read(name, lora_id, config, tensors)
         for other in [key for key, kept in self._kept.items() if kept.name == name and key != lora_id]:
             self.remove(other)
@@ -107,15 +107,16 @@ class AdapterMemory:
         self._kept.pop(request.lora_int_id, None)
         return adapter
 
-    def _check_absorbed(self, tensors: Mapping[str, Tensor]) -> None:
-        # The LoRA patch took it from the list, since MLA would ignore it; vLLM's message does not say that.
+    def _check_applied(self, tensors: Mapping[str, Tensor]) -> None:
+        # The LoRA patch took them from the list, since vLLM would ignore them; its message does not say that.
         supported = self._manager._adapter_manager.supported_lora_modules
-        absorbed = [name for name in tensors if ".kv_b_proj." in name]
-        if absorbed and "kv_b_proj" not in supported:
-            raise KimiBridgeError(
-                f"{absorbed[0]}: vLLM does not apply LoRA on kv_b_proj (vLLM issue 48974): train without it "
-                "(linear_kv_up_proj in Megatron), or merge the adapter and serve the merged checkpoint."
-            )
+        for module, in_megatron in (("kv_b_proj", "linear_kv_up_proj"), ("gate", "router")):
+            named = [name for name in tensors if f".{module}." in name]
+            if named and module not in supported:
+                raise KimiBridgeError(
+                    f"{named[0]}: vLLM does not apply LoRA on {module}: train without it ({in_megatron} in "
+                    "Megatron), or merge the adapter and serve the merged checkpoint."
+                )
 
     def _read(
         self, name: str, lora_id: int, config: Mapping[str, Any], tensors: Mapping[str, Tensor]

@@ -163,10 +163,6 @@ def test_against_the_merged_checkpoint(name: str, found: dict[str, Any], folder:
     assert moved >= 5 * 0.02
 
 
-def test_router(found: dict[str, Any]) -> None:
-    assert agreement(found["router"], found["base"]) < 0.99
-
-
 def test_evicted_and_back(found: dict[str, Any]) -> None:
     assert found["evicted"]
     assert same(found["after eviction"], found["attention"], found, "attention")
@@ -187,8 +183,9 @@ def test_replaced_under_its_name(found: dict[str, Any]) -> None:
 
 
 def test_what_is_refused(found: dict[str, Any]) -> None:
-    kv_b, unloaded = found["refused"]
+    kv_b, router, unloaded = found["refused"]
     assert "kv_b_proj" in kv_b
+    assert "gate" in router
     assert "memory-all" in unloaded
 
 

@@ -101,17 +101,16 @@ def adapters(folder: Path) -> dict[str, Any]:
     found["replaced"] = generate(llm, plan["prompts"], request)
     unload_adapter(llm, 13)
     found["refused"] = refusals(llm, from_disk)
-    # Last: no other of these needs LoRA on the router.
-    found["router"] = generate(llm, plan["prompts"], from_disk("router", 21))
     return found
 
 
 def refusals(llm: Any, from_disk: Any) -> list[str]:
-    """Messages for an adapter on kv_b_proj from disk, and for one that was unloaded."""
+    """Messages for adapters on kv_b_proj and on the router from disk, and for one that was unloaded."""
     from vllm.lora.request import LoRARequest
 
     messages = []
-    for request in (from_disk("kv_b", 20), LoRARequest("memory-all", 13, "/nowhere")):
+    unloaded = LoRARequest("memory-all", 13, "/nowhere")
+    for request in (from_disk("kv_b", 20), from_disk("router", 21), unloaded):
         try:
             llm.llm_engine.add_lora(request)
             messages.append("")

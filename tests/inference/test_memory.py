@@ -23,7 +23,7 @@ from tests.inference.adapters import (
 )
 from tests.inference.vllm_cpu import buffers
 
-EVERYTHING = f"({ATTENTION}|{EXPERTS}|{SHARED}|{ROUTER})"
+EVERYTHING = f"({ATTENTION}|{EXPERTS}|{SHARED})"
 
 
 def request(name: str, lora_id: int, path: str = "nowhere", **settings: Any) -> Any:
@@ -262,14 +262,28 @@ def test_modules_that_vllm_does_not_adapt(module: str, policy: Any, checkpoint: 
     refused(policy, config, tensors, "expected target modules in")
 
 
-def test_what_mla_absorbed(policy: Any, checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("pattern", "module"), [(r"self_attn\.(o_proj|kv_b_proj)", "kv_b_proj"), (ROUTER, "gate")]
+)
+def test_what_vllm_would_ignore(
+    pattern: str, module: str, policy: Any, checkpoint: Path, tmp_path: Path
+) -> None:
     """vLLM takes such an adapter and applies it nowhere; here the file is refused as well."""
-    config, tensors = random_adapter(checkpoint, r"self_attn\.(o_proj|kv_b_proj)")
-    refused(policy, config, tensors, r"kv_b_proj.*does not apply LoRA on kv_b_proj")
-    with pytest.raises(ValueError, match=r"received .*kv_b_proj"):
+    config, tensors = random_adapter(checkpoint, pattern)
+    refused(policy, config, tensors, rf"{module}.*does not apply LoRA on {module}:")
+    with pytest.raises(ValueError, match=rf"received .*{module}"):
         policy.model_runner.add_lora(
-            request("disk", 2, str(save_adapter(tmp_path / "kv_b", config, tensors)))
+            request("disk", 2, str(save_adapter(tmp_path / module, config, tensors)))
         )
+
+
+def test_experts_call_the_router_without_lora(worker: Any) -> None:
+    """Why: once vLLM reaches its wrapper, adapters on the router are taken."""
+    manager = worker.model_runner.lora_manager._adapter_manager
+    block = manager.model.get_submodule("language_model.model.layers.1.mlp")
+    assert block.experts.is_internal_router
+    bypassed = block.experts.base_layer.gate is block.gate.base_layer
+    assert bypassed == ("gate" not in manager.supported_lora_modules)
 
 
 def test_another_models_shapes_leave_nothing_half_loaded(policy: Any, checkpoint: Path) -> None:

@@ -229,7 +229,7 @@ manager = worker.model_runner.lora_manager._adapter_manager
 say(sum(1 for name, _ in model.named_modules() if not name.startswith("language_model.")) > 20)
 say(sorted({{name.split(".")[0] for name in manager.modules}}), len(manager.modules))
 say(sorted({{name.rsplit(".", 1)[1] for name in manager.modules}}))
-say(model.lora_manager is manager, "kv_b_proj" in manager.supported_lora_modules)
+say(model.lora_manager is manager, {{"kv_b_proj", "gate"}} & set(manager.supported_lora_modules))
 from kimi_bridge.checkpoint import CheckpointReader
 outside = {{name: tuple(p.shape) for name, p in model.named_parameters() if not name.startswith("language_")}}
 reader = CheckpointReader(Path({str(checkpoint)!r}))
@@ -244,4 +244,4 @@ say(outside == {{n: reader.info(n).shape for n in reader.names() if not n.starts
     assert tower == "True"
     assert parts == f"['language_model'] {modules}"
     assert {"experts", "o_proj"} | kinds <= set(eval(wrapped))
-    assert linked == "True False"
+    assert linked == "True set()"

@@ -50,6 +50,9 @@ _TEXT_ONLY = (
 )
 
 
+_ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True, "moe_layer_freq": 1}
+
+
 class KimiK25TextBridge(DeepSeekV3Bridge):
     """Kimi K2.5's text model <-> GPTModel.
 
@@ -59,11 +62,21 @@ class KimiK25TextBridge(DeepSeekV3Bridge):
     """
 
     def provider_bridge(self, hf_pretrained: Any) -> MLAModelProvider:
-        """The provider that `text_config` implies. Vision settings are not read."""
+        """The provider that `text_config` implies. Vision settings are not read.
+
+        The routers' `expert_bias` keeps the checkpoint's values: Megatron's finalize_model_grads would move it at
+        every step by `moe_router_bias_update_rate`, also under frozen weights, and no adapter could carry
+        that to the engine. Who pretrains sets the rate on the provider.
+
+        Raises:
+            CheckpointError: a router setting of the config that the Megatron model does not implement.
+        """
         config = hf_pretrained.config
+        _check_router(config.text_config)
         provider = super().provider_bridge(SimpleNamespace(config=config.text_config))
         # The unified checkpoint states tying on the top level; text_config only repeats a default.
         provider.share_embeddings_and_output_weights = bool(config.tie_word_embeddings)
+        provider.moe_router_bias_update_rate = 0.0
         return provider
 
     def mapping_registry(self) -> MegatronMappingRegistry:
@@ -152,6 +165,16 @@ class KimiK25TextBridge(DeepSeekV3Bridge):
                         " export the adapter by itself with kimi_bridge.megatron.export_adapter, and merge"
                         " it with `kimi-bridge merge-adapter`."
                     )
+
+
+def _check_router(text_config: Any) -> None:
+    """Of these Megatron-Bridge's DeepSeek-V3 provider reads nothing: it builds the one kind there is."""
+    for key, value in _ROUTER.items():
+        if (found := getattr(text_config, key, value)) != value:
+            raise CheckpointError(
+                f"text_config.{key} is {found!r} in config.json: the Megatron model has {value!r} alone. Use the "
+                "config.json that was published with the weights."
+            )
 
 
 class KimiVLTextBridge(KimiK25TextBridge):

@@ -105,10 +105,10 @@ def training_steps(src: str, dst: str, layout: Layout) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(dist.get_rank())
         data = skyrl_worker.batch(torch.randint(0, 1280, (4, 16), generator=generator), 8)
         before = skyrl_worker.log_probabilities(worker, data)
-        frozen = [p.clone() for n, p in worker.actor_module[0].named_parameters() if not p.requires_grad]
+        frozen = [tensor.clone() for tensor in not_trained(worker.actor_module[0])]
         steps = skyrl_worker.train(worker, data, 2)
         after = skyrl_worker.log_probabilities(worker, data)
-        still = [p for n, p in worker.actor_module[0].named_parameters() if not p.requires_grad]
+        still = not_trained(worker.actor_module[0])
         asyncio.run(worker._save_lora_adapters_and_sync(dst, Engine()))
     TEGroupedLinear._get_weight_tensors, fake_int4_qat._installed = masters, False
     return {
@@ -117,6 +117,13 @@ def training_steps(src: str, dst: str, layout: Layout) -> dict[str, Any]:
         "frozen": all(torch.equal(a, b) for a, b in zip(frozen, still, strict=True)),
         "fake quantized": sum(used),
     }
+
+
+def not_trained(model: Any) -> list[torch.Tensor]:
+    """Frozen parameters, and what the engine has of the buffers: the routers' expert_bias."""
+    biases = [buffer for name, buffer in model.named_buffers() if name.endswith(".expert_bias")]
+    assert biases
+    return [parameter for parameter in model.parameters() if not parameter.requires_grad] + biases
 
 
 def grouped_spec_with_qat(grouped: Any, used: list[int]) -> Any:

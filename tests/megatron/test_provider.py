@@ -59,6 +59,7 @@ EXPECTED: dict[str, Any] = {
     "moe_router_score_function": "sigmoid",
     "moe_router_topk_scaling_factor": 2.827,
     "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.0,
     "moe_router_dtype": "fp32",
     "moe_router_pre_softmax": True,
     "moe_router_num_groups": 1,
@@ -87,11 +88,15 @@ KIMI_VL = EXPECTED | {
 }
 
 
-def fields(ranks: Ranks, tmp_path: Path, file: str, **changes: Any) -> dict[str, Any]:
+def write_config(tmp_path: Path, file: str, **changes: Any) -> None:
     config = json.loads((DATA / file).read_text())
     top = changes.pop("top", {})
     config["text_config"] |= changes
     (tmp_path / "config.json").write_text(json.dumps(config | top))
+
+
+def fields(ranks: Ranks, tmp_path: Path, file: str, **changes: Any) -> dict[str, Any]:
+    write_config(tmp_path, file, **changes)
     return ranks.run("provider_fields", src=str(tmp_path), names=list(EXPECTED))
 
 
@@ -132,3 +137,19 @@ def test_a_rank_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         runtime.gpu_of(2, gpus=2)
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     assert [runtime.gpu_of(rank, gpus=1) for rank in (0, 1)] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("scoring_func", "softmax"),
+        ("topk_method", "greedy"),
+        ("norm_topk_prob", False),
+        ("moe_layer_freq", 2),
+    ],
+)
+def test_a_router_that_megatron_does_not_have(key: str, value: Any, ranks: Ranks, tmp_path: Path) -> None:
+    write_config(tmp_path, "config.json", **{key: value})
+    errors = ranks.errors("provider_fields", src=str(tmp_path), names=[])
+    assert {error.kind for error in errors} == {"CheckpointError"}
+    assert f"text_config.{key} is {value!r} in config.json" in errors[0].message

@@ -77,8 +77,8 @@ def worker_env_vars(secrets: bool = True) -> EnvVars:
     return found
 
 
-def _is_secret(name: str, value: str) -> bool:
-    return bool(_SECRET.search(name)) or bool(re.search(r"://.*@", value))
+def _is_secret(name: str, value: object) -> bool:
+    return bool(_SECRET.search(name)) or bool(re.search(r"://.*@", str(value)))
 
 
 def _absolute(path: str) -> str:

@@ -15,30 +15,35 @@ import contextlib
 import functools
 import importlib.util
 import inspect
+import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kimi_bridge.errors import KimiBridgeError
+from kimi_bridge.integrations.skyrl_checks import check_settings, check_targets
 from kimi_bridge.patches import vllm_kimi_k25_lora
 from kimi_bridge.ray_env import worker_env_vars
 
 _HOOK = f"{__package__}.skyrl.install"
+_TESTED = ("0.3.0", "0.4.0")
 _WORKERS = "skyrl.backends.skyrl_train.workers.megatron"
 # 0.3.0 has it at the first place, 0.4.0 at the second.
 _FAKE_INT4 = (f"{_WORKERS}.fake_int4_qat", f"{_WORKERS}.quantization.fake_int4_qat")
 _SYNC_INT4 = (
     "SkyRL's weight sync casts every tensor to one dtype, which destroys packed INT4 codes: train LoRA and"
     " sync the adapter (trainer.policy.model.lora.rank=32"
-    " trainer.policy.megatron_config.lora_config.merge_lora=false), or train and serve a bf16 checkpoint"
-    " (`kimi-bridge dequantize`)."
+    " trainer.policy.megatron_config.lora_config.merge_lora=false), or train all weights and serve a bf16"
+    " checkpoint (`kimi-bridge dequantize`)."
 )
+_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 _undo: list[Callable[[], None]] = []
 
@@ -53,6 +58,7 @@ def install() -> str:
     """
     if _undo:
         return _say("kimi_bridge is installed in this process already")
+    found = _found()
     finder = _AfterImport(_ACTIONS)
     sys.meta_path.insert(0, finder)
     _undo.append(lambda: sys.meta_path.remove(finder))
@@ -67,7 +73,7 @@ def install() -> str:
     except BaseException:
         uninstall()
         raise
-    return _say(f"{_found()}; {done}")
+    return _say(f"{found}; {done}")
 
 
 def uninstall() -> None:
@@ -100,16 +106,24 @@ def fake_int4(original: Callable[..., Any]) -> Callable[..., Any]:
 def runtime_env(given: dict[str, Any] | None = None) -> dict[str, Any]:
     """Ray's runtime_env with `install` as the workers' setup hook, and this process's Hugging Face variables.
 
-    What `given` has wins. Secrets are not shown when it is printed (see `worker_env_vars`).
-    Raises KimiBridgeError where `given` has another setup hook: Ray calls one.
+    What `given` has wins, and what the runtime_env of a submitted Ray job has is left out: Ray merges the
+    two, and takes no name twice. Secrets are not shown when it is printed (see `worker_env_vars`).
+    Raises KimiBridgeError where `given` or the job has another setup hook: Ray calls one.
     """
-    env = {"worker_process_setup_hook": _HOOK, **(given or {})}
-    if env["worker_process_setup_hook"] != _HOOK:
-        raise KimiBridgeError(
-            f"the runtime_env has a worker_process_setup_hook ({env['worker_process_setup_hook']}), and Ray"
-            f" calls one alone: call {_HOOK}() in that one, and start SkyRL as it is."
-        )
-    env["env_vars"] = worker_env_vars() | env.get("env_vars", {})
+    env = dict(given or {})
+    job = json.loads(os.environ.get(_JOB, "{}")).get("runtime_env") or {}
+    for hook in (env.pop("worker_process_setup_hook", None), job.get("worker_process_setup_hook")):
+        if hook not in (None, _HOOK, install):
+            raise KimiBridgeError(
+                f"the runtime_env has a worker_process_setup_hook ({hook}), and Ray calls one alone: call"
+                f" {_HOOK}() in that one, and start SkyRL as it is."
+            )
+    if "worker_process_setup_hook" not in job:
+        env["worker_process_setup_hook"] = _HOOK
+    ours, theirs = worker_env_vars(), job.get("env_vars") or {}
+    for name in ours.keys() & theirs.keys():
+        del ours[name]
+    env["env_vars"] = ours | (env.get("env_vars") or {})
     return env
 
 
@@ -153,11 +167,12 @@ def _scheme(weights: Sequence[Any], group_size: int, scale_div: float, q_min: fl
     # float32: CUDA divides by a Python number with another rounding, which 16-bit scales do not show.
     if dtype not in (torch.bfloat16, torch.float16) or len(shape) != 2 or 0 in shape:
         return None
-    if shape[1] % group_size or q_min != int(q_min):
-        return None
     try:
+        if shape[1] % group_size or q_min != int(q_min):
+            return None
         return Int4Scheme(group_size, float(scale_div), int(q_min))
-    except ValueError:
+    except (ArithmeticError, TypeError, ValueError):
+        # SkyRL's own function says what it makes of them.
         return None
 
 
@@ -221,10 +236,22 @@ def _guard_worker(module: ModuleType) -> None:
         given = signature.bind(*args, **kwargs).arguments
         if (config := _kimi_config(given["model_path"])) is not None:
             kimi.ensure_text_only(config, given.get("language_model_only", False))
+            check_settings(given["self"].cfg, given["model_path"], given.get("bridge_weights_path"))
             kimi.register()
         return original(*args, **kwargs)
 
     _set(worker, "init_configs", init_configs)
+    configure = worker.configure_lora
+
+    @functools.wraps(configure)
+    def configure_lora(self: Any, *args: Any, **kwargs: Any) -> None:
+        configure(self, *args, **kwargs)
+        from kimi_bridge.megatron.pretrained import KimiPretrained
+
+        if isinstance(pretrained := self.bridge.hf_pretrained, KimiPretrained):
+            check_targets(self.lora_cls, pretrained.config.text_config)
+
+    _set(worker, "configure_lora", configure_lora)
     if hasattr(module, "MegatronWeightExtractor"):  # 0.3.0
         extractor = module.MegatronWeightExtractor
         _set(extractor, "_ensure_buckets_initialized", _refusing_int4(extractor._ensure_buckets_initialized))
@@ -307,7 +334,13 @@ def _found() -> str:
     """What the plugin does in this process, told without importing any of it."""
     if not _exists("skyrl"):
         return "kimi_bridge: SkyRL is not installed here"
-    parts = [f"kimi_bridge is installed for SkyRL {version('skyrl')}"]
+    try:
+        known = version("skyrl")
+    except PackageNotFoundError:
+        known = "of no known version"
+    parts = [f"kimi_bridge is installed for SkyRL {known}"]
+    if not known.startswith(_TESTED):
+        parts.append(f"it was tested with {' and '.join(_TESTED)}")
     if _exists("megatron.bridge"):
         parts.append("KimiK25TextBridge is in front whenever Megatron-Bridge is imported")
     else:

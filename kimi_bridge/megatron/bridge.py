@@ -64,9 +64,9 @@ class KimiK25TextBridge(DeepSeekV3Bridge):
     def provider_bridge(self, hf_pretrained: Any) -> MLAModelProvider:
         """The provider that `text_config` implies. Vision settings are not read.
 
-        The routers' `expert_bias` keeps the checkpoint's values: Megatron's finalize_model_grads would move it at
-        every step by `moe_router_bias_update_rate`, also under frozen weights, and no adapter could carry
-        that to the engine. Who pretrains sets the rate on the provider.
+        The routers' `expert_bias` keeps the checkpoint's values: Megatron's finalize_model_grads would move
+        it at every step by `moe_router_bias_update_rate`, also under frozen weights, and no adapter could
+        carry that to the engine. Who pretrains sets the rate on the provider.
 
         Raises:
             CheckpointError: a router setting of the config that the Megatron model does not implement.
@@ -172,8 +172,8 @@ def _check_router(text_config: Any) -> None:
     for key, value in _ROUTER.items():
         if (found := getattr(text_config, key, value)) != value:
             raise CheckpointError(
-                f"text_config.{key} is {found!r} in config.json: the Megatron model has {value!r} alone. Use the "
-                "config.json that was published with the weights."
+                f"text_config.{key} is {found!r} in config.json: the Megatron model has {value!r} alone. Use"
+                " the config.json that was published with the weights."
             )
 
 

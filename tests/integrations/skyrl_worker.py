@@ -27,6 +27,7 @@ def overrides(src: str, *more: str, tp: int = 1, ep: int = 1, pp: int = 1, lora:
         "generator.inference_engine.language_model_only=true",
         f"{policy}.model.lora.rank={lora}",
         f"{policy}.model.lora.alpha={lora * 3}",
+        f"{policy}.model.lora.target_modules={ALL_LINEAR}",
         f"{policy}.megatron_config.lora_config.merge_lora=false",
         *(f"{policy}.megatron_config.{name}={size}" for name, size in parallel.items()),
         *more,
@@ -36,7 +37,6 @@ def overrides(src: str, *more: str, tp: int = 1, ep: int = 1, pp: int = 1, lora:
 def training(src: str, *more: str, rank: int = 8, **sizes: int) -> list[str]:
     """The same for a few steps of QAT with LoRA on all linears."""
     settings = {
-        "policy.model.lora.target_modules": ALL_LINEAR,
         "policy.model.fake_int4_qat.enabled": "true",
         "policy.model.fake_int4_qat.scale_divisor": "7.0",
         "policy.model.fake_int4_qat.q_min": "-7",

@@ -67,6 +67,15 @@ say(len(sys.meta_path) - before)
     assert left == "0"
 
 
+@needs(skyrl=False)
+def test_a_folder_that_is_only_called_so(tmp_path: Path) -> None:
+    (tmp_path / "skyrl").mkdir()
+    script = f"sys.path.insert(0, {str(tmp_path)!r})\nsay(skyrl.install())\nsay(skyrl.install())"
+    first, second = run(script)
+    assert "for SkyRL of no known version; it was tested with 0.3.0 and 0.4.0" in first
+    assert "already" in second
+
+
 @needs(vllm=True, megatron=False)
 def test_an_engine_has_vllm_and_no_megatron() -> None:
     before, after, taken_back, members, without = run("""

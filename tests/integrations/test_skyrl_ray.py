@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,6 +50,10 @@ def test_every_worker_has_the_plugin_and_the_environment(tmp_path: Path) -> None
         HF_HOME=str(tmp_path / "hf"),
         HF_TOKEN=TOKEN,
         RAY_TMPDIR="/tmp",
+        # As `ray job submit` starts it.
+        RAY_JOB_CONFIG_JSON_ENV_VAR=json.dumps(
+            {"runtime_env": {"env_vars": {"HF_HOME": str(tmp_path / "hf")}}}
+        ),
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("REPORT ")]
     assert len(lines) == 1, done.stdout + done.stderr
@@ -88,5 +93,30 @@ def test_runtime_env_keeps_what_is_there(monkeypatch: pytest.MonkeyPatch) -> Non
     assert env["env_vars"]["HF_TOKEN"] == TOKEN
     assert TOKEN not in repr(env)
     assert skyrl.runtime_env()["env_vars"]["HF_HOME"] == "/models/hf"
+    for hook in (None, skyrl.install, "kimi_bridge.integrations.skyrl.install"):
+        env = skyrl.runtime_env({"worker_process_setup_hook": hook, "env_vars": None})
+        assert env["worker_process_setup_hook"] == "kimi_bridge.integrations.skyrl.install"
+    assert TOKEN not in repr(skyrl.runtime_env({"env_vars": {"PORT": 80}}))
     with pytest.raises(KimiBridgeError, match=r"my\.hook"):
         skyrl.runtime_env({"worker_process_setup_hook": "my.hook"})
+
+
+def test_runtime_env_leaves_to_a_job_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray merges both, and takes no name twice."""
+    monkeypatch.setenv("HF_HOME", "/models/hf")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def under(**job: Any) -> dict[str, Any]:
+        monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": job}))
+        return skyrl.runtime_env({"env_vars": {"NCCL_DEBUG": "INFO"}})
+
+    env = under(
+        env_vars={"HF_HOME": "/jobs"}, worker_process_setup_hook="kimi_bridge.integrations.skyrl.install"
+    )
+    assert "worker_process_setup_hook" not in env
+    assert "HF_HOME" not in env["env_vars"]
+    assert env["env_vars"]["HF_HUB_OFFLINE"] == "1"
+    assert env["env_vars"]["NCCL_DEBUG"] == "INFO"
+    assert under()["env_vars"]["HF_HOME"] == "/models/hf"
+    with pytest.raises(KimiBridgeError, match=r"jobs\.hook"):
+        under(worker_process_setup_hook="jobs.hook")

@@ -65,7 +65,9 @@ def test_language_model_only_off_says_what_to_set(ranks: Ranks, sources: dict[st
         assert "trainer.policy.language_model_only=true" in error.message
 
 
-@pytest.mark.parametrize("targets", ["all-linear", ALL_LINEAR], ids=["all-linear", "mla"])
+@pytest.mark.parametrize(
+    "targets", [ALL_LINEAR, "[linear_proj,linear_fc1,linear_fc2]"], ids=["all", "no latents"]
+)
 @pytest.mark.parametrize("layout", [EP4, TP2], ids=str)
 def test_skyrls_adapter_is_this_librarys(
     layout: Layout, targets: str, ranks: Ranks, sources: dict[str, str], tmp_path: Path
@@ -78,7 +80,7 @@ def test_skyrls_adapter_is_this_librarys(
     assert theirs[0]["base_model_name_or_path"] == sources["kimi"]
     assert set(theirs[1]) == set(ours[1])
     assert any(".experts.7." in name for name in ours[1])
-    assert any(".kv_a_proj_with_mqa." in name for name in ours[1]) == (targets != "all-linear")
+    assert any(".kv_a_proj_with_mqa." in name for name in ours[1]) == (targets == ALL_LINEAR)
     for name, tensor in ours[1].items():
         assert tensor.abs().sum() > 0, name
         assert torch.equal(theirs[1][name], tensor.float()), name
@@ -111,6 +113,16 @@ def test_packed_codes_are_never_cast(ranks: Ranks, sources: dict[str, str]) -> N
     assert all("merge_lora=false" in error for error in result["errors"])
 
 
+@pytest.mark.parametrize("targets", ["all-linear", "[linear_proj,linear_nonsense]", "[linear_kv_up_proj]"])
+def test_targets_that_are_no_module_or_not_served(
+    targets: str, ranks: Ranks, sources: dict[str, str], tmp_path: Path
+) -> None:
+    arguments = {"dst": str(tmp_path), "layout": Layout(), "targets": targets}
+    for error in ranks.errors("adapters", src=sources["kimi"], **arguments):
+        assert error.kind == "KimiBridgeError"
+        assert f'"trainer.policy.model.lora.target_modules={ALL_LINEAR}"' in error.message
+
+
 @pytest.mark.parametrize(("source", "divisor", "q_min"), [("kimi", 7.0, -7), ("rtn", 7.5, -8)])
 def test_fake_quantized_experts_are_skyrls(
     source: str, divisor: float, q_min: float, ranks: Ranks, sources: dict[str, str]
@@ -128,12 +140,12 @@ def test_fake_quantized_experts_are_skyrls(
 
 def test_a_training_step(ranks: Ranks, sources: dict[str, str], tmp_path: Path) -> None:
     """Forward, backward and optimizer are SkyRL's; only kernels without a CPU form are others."""
-    result = ranks.run("training_steps", src=sources["rtn"], dst=str(tmp_path / "out"), layout=EP4)
+    result = ranks.run("training_steps", src=sources["kimi"], dst=str(tmp_path / "out"), layout=EP4)
     for step in result["steps"]:
         assert step["grad_norm"] > 0
     assert result["gain"] > 0.01, "what was rewarded must become likelier"
     assert result["frozen"]
-    assert result["fake quantized"] > 0, "the experts' GEMMs must have got fake-quantized weights"
+    assert result["fake quantized"] > 0, "the experts' GEMMs must have got weights of the fake quantization"
     config, tensors = adapter(tmp_path / "out")
     assert config["r"] == 8
     trained = [tensor for name, tensor in tensors.items() if "lora_B" in name]

@@ -171,9 +171,15 @@ def test_recorded_generate_answers(tmp_path: Path) -> None:
         check(samples, answer["messages"], processor)
 
 
-def test_recorded_offline_outputs(tmp_path: Path) -> None:
-    record = json.loads((DATA / "offline_qwen3_vl.json").read_text())
-    processor = load_processor(folders.qwen_folder(tmp_path))
+@pytest.mark.parametrize("family", ["qwen3_vl", "kimi_k25"])
+def test_recorded_offline_outputs(family: str, tmp_path: Path) -> None:
+    record = json.loads((DATA / f"offline_{family}.json").read_text())
+    folder = {"qwen3_vl": folders.qwen_folder, "kimi_k25": folders.kimi_folder}[family](tmp_path)
+    if family == "kimi_k25":
+        # It was recorded with a larger vocabulary.
+        config = json.loads((folder / "config.json").read_text())
+        folders.write(folder / "config.json", config | {"media_placeholder_token_id": record["placeholder"]})
+    processor = load_processor(folder)
     for answer in record["answers"]:
         output = SimpleNamespace(
             request_id="r",

@@ -27,6 +27,7 @@ from kimi_bridge.checkpoint.convert_units import (
     region_of,
     triplet_of,
 )
+from kimi_bridge.checkpoint.files import destination
 from kimi_bridge.checkpoint.kinds import KINDS, tensor_kind
 from kimi_bridge.checkpoint.quantization import read_quantization, without_quantization
 from kimi_bridge.checkpoint.reader import CheckpointReader
@@ -117,10 +118,10 @@ def merge_adapter(
         CheckpointError: an adapter of another base, see `check_base` and `check_fingerprint`, NaN or Inf in
             it, and all that `Adapter` and dequantize_checkpoint raise it for.
     """
-    check_folders(Path(dst), Path(base), Path(adapter))
+    check_folders(destination(dst), Path(base), Path(adapter))
     plan = plan_merge(base, adapter, int4, scheme, max_shard_size)
     summary, findings = run_plan(
-        plan, Path(dst), Options(workers, ray_address, verify, False, overwrite, progress)
+        plan, destination(dst), Options(workers, ray_address, verify, False, overwrite, progress)
     )
     return MergeSummary(
         **vars(summary),

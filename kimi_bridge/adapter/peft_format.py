@@ -27,7 +27,7 @@ from kimi_bridge.adapter.patterns import by_kind, rank_patterns, target_modules
 from kimi_bridge.adapter.peft_config import CONFIG_NAME, by_pattern, read_config
 from kimi_bridge.checkpoint.families import TEXT_PREFIX
 from kimi_bridge.checkpoint.files import destination, plain_disk_errors, write_json
-from kimi_bridge.checkpoint.reader import CheckpointReader
+from kimi_bridge.checkpoint.reader import CheckpointReader, Slice
 from kimi_bridge.checkpoint.shards import TensorInfo
 from kimi_bridge.checkpoint.triplets import SCALE_DTYPES
 from kimi_bridge.checkpoint.writer import CheckpointWriter, TensorSpec
@@ -323,9 +323,10 @@ def check_fingerprint(adapter: Adapter, base: CheckpointReader) -> None:
 
 
 def fingerprint(base: CheckpointReader) -> str:
-    """Of a checkpoint's text model: names, shapes and the norms' bytes, which LoRA training leaves alone.
+    """Of a checkpoint's text model: names, shapes, the norms, and the first row of what is never INT4.
 
-    The same for an INT4 checkpoint and what it dequantizes to.
+    The same for an INT4 checkpoint, what it dequantizes to, and what it was quantized from; another one after
+    a merge, but for one into experts alone.
     """
     if base not in _FINGERPRINTS:
         digest = hashlib.sha256()
@@ -333,6 +334,9 @@ def fingerprint(base: CheckpointReader) -> str:
             digest.update(f"{name} {shape}\n".encode())
             if len(shape) == 1:
                 digest.update(base.tensor(name).reshape(-1).view(torch.uint8).numpy().tobytes())
+            elif ".experts." not in name:
+                row = base.weight(name, rows=Slice(0, 1), dtype=torch.float32)
+                digest.update((row + 0.0).view(torch.uint8).numpy().tobytes())
         _FINGERPRINTS[base] = digest.hexdigest()
     return _FINGERPRINTS[base]
 

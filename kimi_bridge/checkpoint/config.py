@@ -104,7 +104,7 @@ def _as_dict(config: Any) -> Any:
 
 
 def _check_architecture(architectures: Any, expected: str) -> None:
-    if architectures and expected not in architectures:
+    if architectures and list(architectures) != [expected]:
         raise CheckpointError(
             f"config.json names the architecture {', '.join(map(str, architectures))}: its model_type "
             f"belongs to {expected}; use the config.json that was published with the weights."
@@ -124,6 +124,8 @@ def _text_values(text_config: Any) -> dict[str, Any]:
 def _deepseek_config(text: dict[str, Any]) -> DeepseekV3Config:
     """Builds the DeepseekV3Config under its own model_type; to_dict puts the file's model_type back."""
     values = {k: v for k, v in copy.deepcopy(text).items() if k != "model_type"}
+    # MLA has no key-value heads; transformers' default for the key would be another model's.
+    values.setdefault("num_key_value_heads", values.get("num_attention_heads"))
     with _plain_config_errors("text_config in config.json"):
         return DeepseekV3Config(**values)
 

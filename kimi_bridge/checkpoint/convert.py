@@ -15,6 +15,7 @@ from kimi_bridge.checkpoint.convert_ray import RayWorkers
 from kimi_bridge.checkpoint.convert_staging import Staging, check_folders
 from kimi_bridge.checkpoint.convert_units import Unit
 from kimi_bridge.checkpoint.cores import usable_cores
+from kimi_bridge.checkpoint.files import destination
 from kimi_bridge.conversion.jobs import Copy, Findings, Job, Loose, Piece, Reply
 from kimi_bridge.errors import CheckpointError
 from kimi_bridge.int4 import KIMI_QAT, Int4Scheme
@@ -80,10 +81,10 @@ def dequantize_checkpoint(
     `scheme` (its group size is the checkpoint's), which `require_fixed_point` makes an error.
     Raises CheckpointError, with the cure, for everything that goes wrong; `dst` shows nothing until the end.
     """
-    check_folders(Path(dst), Path(src))
+    check_folders(destination(dst), Path(src))
     plan = plan_dequantize(src, max_shard_size, scheme)
     options = Options(workers, ray_address, verify, require_fixed_point, overwrite, progress)
-    return run_plan(plan, Path(dst), options)[0]
+    return run_plan(plan, destination(dst), options)[0]
 
 
 def quantize_checkpoint(
@@ -106,10 +107,10 @@ def quantize_checkpoint(
     are what `reference` (an INT4 checkpoint) dequantizes to come back with its bits, the others by `scheme`.
     Everything else is as in dequantize_checkpoint.
     """
-    check_folders(Path(dst), Path(src), None if reference is None else Path(reference))
+    check_folders(destination(dst), Path(src), None if reference is None else Path(reference))
     plan = plan_quantize(src, scheme, reference, max_shard_size)
     options = Options(workers, ray_address, verify, require_fixed_point, overwrite, progress)
-    return run_plan(plan, Path(dst), options)[0]
+    return run_plan(plan, destination(dst), options)[0]
 
 
 def truncate_checkpoint(
@@ -132,10 +133,10 @@ def truncate_checkpoint(
     The result is a checkpoint like any other: router, expert bias, top-k and config fit; the tensors' bits
     are those of `src`. Everything else is as in dequantize_checkpoint.
     """
-    check_folders(Path(dst), Path(src))
+    check_folders(destination(dst), Path(src))
     plan = plan_truncate(src, layers, experts, max_shard_size, scheme)
     options = Options(workers, ray_address, verify, require_fixed_point, overwrite, progress)
-    return run_plan(plan, Path(dst), options)[0]
+    return run_plan(plan, destination(dst), options)[0]
 
 
 @dataclass

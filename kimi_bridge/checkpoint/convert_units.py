@@ -10,6 +10,7 @@ import torch
 
 from kimi_bridge.checkpoint.reader import CheckpointReader
 from kimi_bridge.checkpoint.shards import TensorInfo
+from kimi_bridge.checkpoint.synthetic_config import text_weight_names
 from kimi_bridge.checkpoint.triplets import CODES_PER_WORD, SCALE_DTYPES, part_names
 from kimi_bridge.checkpoint.writer import TensorSpec
 from kimi_bridge.conversion.jobs import Copy, CopyInt4, Dequantize, Job, Merge, Quantize, Region, Triplet
@@ -29,10 +30,15 @@ class Unit(NamedTuple):
 
 
 def open_checkpoint(path: str | Path) -> CheckpointReader:
-    """A source, checked. Raises CheckpointError for a fault in config, index or headers."""
+    """A source, checked. Raises CheckpointError for faults in config, index or headers, and missing text."""
     # Absolute, because workers may have another working directory.
     reader = CheckpointReader(Path(path).resolve())
     reader.check()
+    if missing := [name for name in text_weight_names(reader.config_dict) if name not in reader.weights()]:
+        raise CheckpointError(
+            f"{missing[0]} is missing from {path}, with {len(missing) - 1} others that config.json implies:"
+            " download the checkpoint again, or correct config.json."
+        )
     return reader
 
 

@@ -76,6 +76,8 @@ def plain_disk_errors(path: Path) -> Iterator[None]:
 def destination(path: str | Path) -> Path:
     """The path of a folder to write to. Raises CheckpointError where there can be none."""
     folder = Path(path)
+    with suppress(RuntimeError):
+        folder = folder.expanduser()
     if "\0" in str(folder):
         raise CheckpointError(f"{str(folder)!r} holds a zero byte: choose another name.")
     with plain_disk_errors(folder):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kimi_bridge.checkpoint.families import FAMILIES, TEXT_PREFIX, is_carried
+from kimi_bridge.checkpoint.families import FAMILIES, TEXT_PREFIX
 from kimi_bridge.checkpoint.kinds import KINDS, tensor_kind
 from kimi_bridge.checkpoint.reader import CheckpointReader
 from kimi_bridge.checkpoint.synthetic_config import checkpoint_specs
@@ -110,7 +110,7 @@ def inspect_checkpoint(path: str | Path, sample: int = 16) -> Inspection:
 
 
 def _against_config(reader: CheckpointReader) -> list[str]:
-    """Where the text model's tensors are not those that config.json implies."""
+    """Where the tensors are not those that config.json implies."""
     text = reader.config.text_config
     if not (0 < text.num_hidden_layers < 1000 and 0 < (text.n_routed_experts or 0) < 10_000):
         return [f"config.json states {text.num_hidden_layers} layers of {text.n_routed_experts} experts."]
@@ -118,8 +118,12 @@ def _against_config(reader: CheckpointReader) -> list[str]:
         specs = checkpoint_specs(reader.config_dict)
     except (CheckpointError, ArithmeticError, LookupError, TypeError, ValueError) as error:
         return [f"config.json does not describe a model ({type(error).__name__}: {error})."]
-    expected = {spec.name: tuple(spec.shape) for spec in specs if spec.name.startswith(TEXT_PREFIX)}
-    found = {name for name in reader.names() if name.startswith(TEXT_PREFIX) and not is_carried(name)}
+    expected = {spec.name: tuple(spec.shape) for spec in specs}
+    if reader.config.tie_word_embeddings:
+        expected.pop(f"{TEXT_PREFIX}lm_head.weight", None)
+    found = {name for name in reader.names() if not name.endswith(".rotary_emb.inv_freq")}
+    if reader.config_dict.get("vision_config") is None:
+        found = {name for name in found if name.startswith(TEXT_PREFIX)}
     shapes = [name for name in expected if name in found and reader.info(name).shape != expected[name]]
     faults = (
         ("missing, by config.json", [name for name in expected if name not in found]),

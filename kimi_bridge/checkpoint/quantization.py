@@ -92,6 +92,15 @@ def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
+def with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """A copy of a config.json's content that states `dtype` wherever it states one."""
+    stated = {key: str(dtype).removeprefix("torch.") for key in ("torch_dtype", "dtype")}
+    out = {key: stated.get(key, value) for key, value in config.items()}
+    if isinstance(out.get("text_config"), dict):
+        out["text_config"] = {key: stated.get(key, value) for key, value in out["text_config"].items()}
+    return out
+
+
 def _parse(raw: Any) -> Int4Quantization:
     from compressed_tensors.quantization import QuantizationConfig
 

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kimi_bridge.checkpoint.config import CONFIG_CLASSES, KimiConfig
-from kimi_bridge.checkpoint.families import family_of
+from kimi_bridge.checkpoint.families import Family, family_of
 from kimi_bridge.checkpoint.quantization import Int4Quantization, read_quantization
 from kimi_bridge.checkpoint.shards import TensorInfo, load_json, read_tensor_table
 from kimi_bridge.checkpoint.triplets import CODES_PER_WORD, check_shape_values, group_weights, part_names
@@ -57,11 +57,15 @@ class CheckpointReader:
             raise CheckpointError(f"{self.path / 'config.json'} is no JSON object: download it again.")
         return content
 
+    @property
+    def family(self) -> Family:
+        """The row of config.json's model_type."""
+        return family_of(self.config_dict.get("model_type"), str(self.path / "config.json"))
+
     @cached_property
     def config(self) -> KimiConfig:
         """config.json as AutoConfig loads it, without remote code."""
-        family = family_of(self.config_dict.get("model_type"), str(self.path / "config.json"))
-        config_class = CONFIG_CLASSES[family.model_type]
+        config_class = CONFIG_CLASSES[self.family.model_type]
         return config_class.from_dict(copy.deepcopy(self.config_dict), name_or_path=str(self.path))
 
     @cached_property

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kimi_bridge.checkpoint.cores import usable_cores
 from kimi_bridge.checkpoint.families import FAMILIES
-from kimi_bridge.checkpoint.files import write_json
+from kimi_bridge.checkpoint.files import destination, write_json
 from kimi_bridge.checkpoint.quantization import Int4Quantization, read_quantization, without_quantization
 from kimi_bridge.checkpoint.synthetic_config import checkpoint_specs, synthetic_config, weight_specs
 from kimi_bridge.checkpoint.synthetic_tokenizer import save_tokenizer
@@ -63,7 +63,7 @@ def synthesize_checkpoint(
     if not int4:
         config = without_quantization(config)
     specs = checkpoint_specs(config)
-    dst = Path(dst)
+    dst = destination(dst)
 
     def tensors_of(spec: TensorSpec) -> list[tuple[str, Tensor]]:
         generator = _generator(seed, spec.name)

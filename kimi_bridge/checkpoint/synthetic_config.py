@@ -87,17 +87,28 @@ def checkpoint_specs(config: dict[str, Any]) -> list[TensorSpec]:
 def weight_specs(config: dict[str, Any]) -> Iterator[TensorSpec]:
     """Every logical weight of a checkpoint with this config.json, INT4 weights as bfloat16 matrices."""
     family = family_of(config.get("model_type"))
-    text, vision = config["text_config"], config["vision_config"]
+    text, vision = config["text_config"], config.get("vision_config")
     for name, shape in _text_weights(text):
         is_bias = name.endswith("e_score_correction_bias")
         dtype = VALUES[family.model_type].bias_dtype if is_bias else torch.bfloat16
         yield TensorSpec(TEXT_PREFIX + name, dtype, shape)
+    if vision is None:
+        return
     hidden = vision[f"{family.vision_key}hidden_size"]
     for name, shape in (
         *_projector_weights(family, hidden, config),
         *_vision_weights(family, hidden, vision),
     ):
         yield TensorSpec(name, torch.bfloat16, shape)
+
+
+def text_weight_names(config: dict[str, Any]) -> list[str]:
+    """The text model's logical weights, by this config.json; none where it describes no model."""
+    try:
+        names = [TEXT_PREFIX + name for name, _ in _text_weights(config["text_config"])]
+    except (ArithmeticError, LookupError, TypeError, ValueError):
+        return []
+    return names[:-1] if config.get("tie_word_embeddings") else names
 
 
 _Named = Iterator[tuple[str, tuple[int, ...]]]

@@ -33,6 +33,7 @@ from kimi_bridge.checkpoint.families import FAMILIES, TEXT_PREFIX, VISION_PREFIX
 from kimi_bridge.errors import CheckpointError, KimiBridgeError
 from kimi_bridge.megatron import transfer
 from kimi_bridge.megatron.collective import on_every_rank
+from kimi_bridge.megatron.config_checks import check_text_config
 from kimi_bridge.megatron.expert_lora import correct_expert_adapters, undo_correction
 from kimi_bridge.megatron.pretrained import (
     KimiStateSource,
@@ -48,9 +49,6 @@ _TEXT_ONLY = (
     " trainer.policy.language_model_only=true trainer.ref.language_model_only=true"
     " generator.inference_engine.language_model_only=true)."
 )
-
-
-_ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True, "moe_layer_freq": 1}
 
 
 class KimiK25TextBridge(DeepSeekV3Bridge):
@@ -69,11 +67,14 @@ class KimiK25TextBridge(DeepSeekV3Bridge):
         carry that to the engine. Who pretrains sets the rate on the provider.
 
         Raises:
-            CheckpointError: a router setting of the config that the Megatron model does not implement.
+            CheckpointError: settings that the Megatron model does not implement, or that cannot be.
         """
         config = hf_pretrained.config
-        _check_router(config.text_config)
-        provider = super().provider_bridge(SimpleNamespace(config=config.text_config))
+        check_text_config(config.text_config)
+        text = copy.copy(config.text_config)
+        # Some files state the weights' dtype on the top level alone.
+        text.dtype = text.dtype or config.dtype or torch.bfloat16
+        provider = super().provider_bridge(SimpleNamespace(config=text))
         # The unified checkpoint states tying on the top level; text_config only repeats a default.
         provider.share_embeddings_and_output_weights = bool(config.tie_word_embeddings)
         provider.moe_router_bias_update_rate = 0.0
@@ -165,16 +166,6 @@ class KimiK25TextBridge(DeepSeekV3Bridge):
                         " export the adapter by itself with kimi_bridge.megatron.export_adapter, and merge"
                         " it with `kimi-bridge merge-adapter`."
                     )
-
-
-def _check_router(text_config: Any) -> None:
-    """Of these Megatron-Bridge's DeepSeek-V3 provider reads nothing: it builds the one kind there is."""
-    for key, value in _ROUTER.items():
-        if (found := getattr(text_config, key, value)) != value:
-            raise CheckpointError(
-                f"text_config.{key} is {found!r} in config.json: the Megatron model has {value!r} alone. Use"
-                " the config.json that was published with the weights."
-            )
 
 
 class KimiVLTextBridge(KimiK25TextBridge):
@@ -336,7 +327,12 @@ def _check_names(source: KimiStateSource, expected: dict[str, str], tied: bool) 
     present = set(source.get_all_keys())
     if tied:
         expected = {name: param for name, param in expected.items() if not name.endswith("lm_head.weight")}
-        present.discard(f"{TEXT_PREFIX}lm_head.weight")
+        if f"{TEXT_PREFIX}lm_head.weight" in present:
+            fault = (
+                f"{TEXT_PREFIX}lm_head.weight: in {source.path}, whose config.json ties it to the embedding."
+                " Set tie_word_embeddings to false there to train it, or take the weight out."
+            )
+            raise on_every_rank(CheckpointError(fault))
     missing = [name for name in expected if name not in present]
     if missing:
         fault = (
@@ -344,7 +340,12 @@ def _check_names(source: KimiStateSource, expected: dict[str, str], tied: bool) 
             " checkpoint again, or check that the model has the checkpoint's layers, experts and MTP layers."
         )
         raise on_every_rank(CheckpointError(fault))
-    unused = [name for name in sorted(present) if name not in expected and not is_carried(name)]
+    others = tuple(family.projector for family in FAMILIES.values() if family is not source.reader.family)
+    unused = [
+        name
+        for name in sorted(present)
+        if name not in expected and (not is_carried(name) or name.startswith(others))
+    ]
     if unused:
         fault = (
             f"{_some(unused)}: in {source.path}, but the model has no parameter for it. The checkpoint is of"

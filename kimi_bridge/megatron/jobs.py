@@ -21,7 +21,7 @@ from kimi_bridge.adapter import AdapterPlan
 from kimi_bridge.adapter.peft_format import Target
 from kimi_bridge.checkpoint.files import plain_disk_errors
 from kimi_bridge.checkpoint.reader import CheckpointReader, resolve_checkpoint
-from kimi_bridge.errors import KimiBridgeError
+from kimi_bridge.errors import CheckpointError, KimiBridgeError
 from kimi_bridge.megatron.collective import raise_together, rank
 from kimi_bridge.megatron.compat import require_megatron_checkpoints
 from kimi_bridge.megatron.lora import export_adapter
@@ -41,6 +41,7 @@ def import_checkpoint(hf_model: str, megatron_path: Path, layout: Layout, overwr
     """
     initialize(layout)
     require_megatron_checkpoints()
+    megatron_path = megatron_path.expanduser()
     with raise_together():
         _check_destination(megatron_path, hf_model, overwrite)
     bridge = _bridge(hf_model)
@@ -48,8 +49,14 @@ def import_checkpoint(hf_model: str, megatron_path: Path, layout: Layout, overwr
         model = build_model(bridge.to_megatron_provider(), layout)
         try:
             save_megatron(bridge, model, folder)
-        except OSError as error:
-            raise KimiBridgeError(f"{megatron_path} cannot be written ({error}): check the disk.") from error
+        except (OSError, RuntimeError) as error:
+            # Megatron's writers are processes, whose errors arrive as a RuntimeError with their traceback.
+            reason = str(error).strip().splitlines()[-1] if str(error).strip() else repr(error)
+            free = shutil.disk_usage(folder).free / 1e9
+            raise KimiBridgeError(
+                f"{megatron_path} cannot be written ({reason}; {free:.1f} GB are free there): make room, or"
+                " check the disk."
+            ) from error
 
 
 def export_megatron_checkpoint(
@@ -67,6 +74,7 @@ def export_megatron_checkpoint(
     """
     initialize(layout)
     require_megatron_checkpoints()
+    megatron_path, hf_path = megatron_path.expanduser(), hf_path.expanduser()
     with raise_together():
         latest_iteration(megatron_path)
         if not overwrite and (next(hf_path.glob("*.safetensors"), None) is not None):
@@ -98,6 +106,7 @@ def export_adapter_checkpoint(
     """
     initialize(layout)
     require_megatron_checkpoints()
+    megatron_path, adapter_path = megatron_path.expanduser(), adapter_path.expanduser()
     with raise_together():
         folder = latest_iteration(megatron_path)
         lora = _saved_lora(folder, layout)
@@ -264,10 +273,16 @@ def _check_same_model(folder: Path, config: Any) -> None:
 
 def _bridge(hf_model: str) -> AutoBridge:
     with raise_together():
-        folder = resolve_checkpoint(hf_model)
+        reader = CheckpointReader(resolve_checkpoint(hf_model))
         # Before Megatron-Bridge, which tries a folder that is wrong four times and says why at length.
-        CheckpointReader(folder).check()
-        return AutoBridge.from_hf_pretrained(hf_model)
+        reader.check()
+        if not reader.config.architectures:
+            raise CheckpointError(
+                f"{reader.path / 'config.json'} names no architecture: add"
+                f' "architectures": ["{reader.family.architecture}"].'
+            )
+        # A hub id stays one: exports name it as their base.
+        return AutoBridge.from_hf_pretrained(str(Path(hf_model).expanduser()))
 
 
 def _check_destination(path: Path, hf_model: str, overwrite: bool) -> None:

@@ -145,13 +145,29 @@ def _plain(task: Any) -> torch.Tensor:
     return data
 
 
+# Parameters that hold a stored dtype's values exactly.
+_HOLDS = {
+    torch.bfloat16: (torch.bfloat16, torch.float32),
+    torch.float16: (torch.float16, torch.float32),
+    torch.float32: (torch.float32,),
+}
+
+
 def _check(shard: Shard, reader: CheckpointReader) -> None:
     shape, full = reader.shape(shard.weight), shard.full_shape
-    fits = shape == full or (is_vocabulary(shard.weight) and shape[0] <= full[0] and shape[1:] == full[1:])
-    if not fits:
+    if is_vocabulary(shard.weight):
+        # Megatron's parameter may have rows of padding.
+        full = (min(full[0], reader.config.text_config.vocab_size), *full[1:])
+    if shape != full:
         raise CheckpointError(
             f"{shard.weight} is {list(shape)} in {reader.path}, the model wants {list(full)}: the checkpoint"
             " and the model's configuration do not belong together."
+        )
+    stored, held = reader.dtype(shard.weight), shard.tensor.dtype
+    if held not in _HOLDS.get(stored, ()):
+        raise CheckpointError(
+            f"{shard.weight} is {stored} in {reader.path}, the model's parameter {held} would round it:"
+            " convert the checkpoint to one dtype, or state its own in config.json (text_config.torch_dtype)."
         )
     quantization = reader.quantization
     if reader.is_triplet(shard.weight) and quantization and shard.tensor.shape[1] % quantization.group_size:

@@ -20,9 +20,10 @@ from megatron.bridge.models.conversion.utils import unwrap_model
 
 from kimi_bridge.checkpoint.families import is_carried
 from kimi_bridge.checkpoint.files import copy_artifacts, write_json
-from kimi_bridge.checkpoint.quantization import without_quantization
+from kimi_bridge.checkpoint.quantization import with_dtype, without_quantization
 from kimi_bridge.checkpoint.reader import CheckpointReader
 from kimi_bridge.checkpoint.writer import CheckpointWriter, TensorSpec
+from kimi_bridge.errors import KimiBridgeError
 from kimi_bridge.int4 import Int4Scheme, Int4Weight, dequantize, requantize
 from kimi_bridge.megatron.collective import raise_together, rank
 from kimi_bridge.megatron.exchange import Piece, exchange
@@ -63,7 +64,7 @@ def export_checkpoint(
     """
     stream = bridge.export_hf_weights(model, cpu=True, weight_dtype=weight_dtype)
     stream.scheme = scheme or stream.scheme
-    save(stream, stream.reader, Path(dst), overwrite=overwrite)
+    save(stream, stream.reader, Path(dst).expanduser(), overwrite=overwrite)
 
 
 def iter_int4_weights(
@@ -173,7 +174,8 @@ def save(stream: WeightStream, reader: CheckpointReader, dst: Path, overwrite: b
                 # Last: until here a checkpoint that is being replaced is still whole.
                 copy_artifacts(reader.path, dst)
                 if stream.weight_dtype is not None:
-                    write_json(dst / "config.json", without_quantization(reader.config_dict))
+                    config = with_dtype(without_quantization(reader.config_dict), stream.weight_dtype)
+                    write_json(dst / "config.json", config)
                 writer.finish()
 
 
@@ -276,7 +278,13 @@ class WeightStream(Iterator[HFWeightTuple]):
             rows, columns = shard.ranges(self.reader.shape(shard.weight))
             value = shard.tensor[: _shape_in_checkpoint(shard, self.reader)[0]]
             if not self._as_int4(shard.weight):
-                yield value.to(self._dtype_of(shard.weight))
+                plain = value.to(self._dtype_of(shard.weight))
+                if self.weight_dtype is not None and bool((plain.isinf() & value.isfinite()).any()):
+                    raise KimiBridgeError(
+                        f"{shard.weight} has values that {plain.dtype} cannot hold: export it in bfloat16 or"
+                        " float32."
+                    )
+                yield plain
                 continue
             reference = self.reader.int4(shard.weight, rows, columns).to(value.device)
             # Masters may be float32; the checkpoint's values are those of its scales' dtype.

@@ -253,6 +253,7 @@ def test_a_base_in_other_dtypes(bases: Path, tmp_path: Path) -> None:
     merge_adapter(base, lora, tmp_path / "out")
     assert CheckpointReader(tmp_path / "out").tensor(O_PROJ + ".weight").dtype == torch.float32
     replace_tensor(base, O_PROJ + ".weight", weight.to(torch.float8_e4m3fn))
+    lora = adapter(tmp_path / "lora8", base)
     with pytest.raises(CheckpointError, match=r"o_proj\.weight of .* is torch\.float8_e4m3fn: adapters are"):
         merge_adapter(base, lora, tmp_path / "out8")
 

@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_folders import DATA, EXPERT, INDEX, PREFIX, edit_json, real_inventory, replace_tensor
+from checkpoint_folders import (
+    DATA,
+    EXPERT,
+    INDEX,
+    PREFIX,
+    edit_json,
+    real_inventory,
+    remove_tensor,
+    replace_tensor,
+)
 from safetensors.torch import load_file, save_file
 
 from kimi_bridge.checkpoint import CheckpointReader, TensorSpec, inspect_checkpoint
@@ -240,3 +249,11 @@ def test_a_config_of_another_model_is_a_problem(
     (folder / "config.json").write_text(json.dumps(config))
     assert any(problem in found for found in inspect_checkpoint(folder).problems)
     assert inspect_checkpoint(tiny).problems == []
+
+
+def test_a_vision_side_that_is_not_the_configs(spoiled: Path) -> None:
+    names = [name for name in CheckpointReader(spoiled).names() if not name.startswith("language_model.")]
+    remove_tensor(spoiled, names[3])
+    assert any(names[3] in problem for problem in inspect_checkpoint(spoiled).problems)
+    edit_json(spoiled / "config.json", lambda config: config.pop("vision_config"))
+    assert inspect_checkpoint(spoiled).problems == []

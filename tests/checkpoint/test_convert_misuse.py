@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from checkpoint_folders import contents, edit_json
+from checkpoint_folders import EXPERT, contents, edit_json, remove_tensor
 from convert_runs import (
     assert_same,
     staging,
@@ -188,3 +188,21 @@ def test_destinations_that_cannot_be(name: str, message: str, tiny: Path, tmp_pa
         with pytest.raises(CheckpointError, match=message):
             job()
     assert {path.name for path in tmp_path.iterdir()} == {"dangling", "file"}
+
+
+def test_a_source_without_one_of_its_experts(tmp_path: Path) -> None:
+    source = synthesize_checkpoint(tmp_path / "source", int4=False, family="kimi_vl")
+    remove_tensor(source, EXPERT)
+    for convert in (
+        lambda dst: quantize_checkpoint(source, dst),
+        lambda dst: truncate_checkpoint(source, dst, layers=2),
+    ):
+        with pytest.raises(CheckpointError, match=f"{EXPERT} is missing"):
+            convert(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_destination_at_home(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    truncate_checkpoint(tiny, "~/out", layers=1)
+    assert (tmp_path / "out" / "config.json").is_file()

@@ -66,6 +66,11 @@ def through_megatron_checkpoint(src: str, megatron: str, dst: str, first: Layout
     jobs.export_megatron_checkpoint(src, Path(megatron), Path(dst), second)
 
 
+def export_as(src: str, dst: str, layout: Layout, dtype: str) -> None:
+    bridge, model = build(src, layout)
+    kimi.export_checkpoint(bridge, model, dst, weight_dtype=getattr(torch, dtype))
+
+
 def provider_fields(src: str, names: list[str]) -> dict[str, Any]:
     provider = AutoBridge.from_hf_pretrained(src).to_megatron_provider(load_weights=False)
     return {name: getattr(provider, name) for name in names}

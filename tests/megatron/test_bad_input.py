@@ -103,6 +103,46 @@ def test_misshaped_tensor(bad: Path, ranks: Ranks) -> None:
         assert "[128, 32]" in error.message
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int32, torch.float8_e4m3fn])
+def test_a_dtype_that_the_model_would_round(dtype: torch.dtype, bad: Path, ranks: Ranks) -> None:
+    edit(bad, lambda tensors: tensors.update({TEXT: tensors[TEXT].to(dtype)}), TEXT)
+    for error in ranks.errors("just_load", src=str(bad), layout=ALL):
+        assert error.kind == "CheckpointError"
+        assert f"{TEXT} is {dtype}" in error.message
+
+
+@pytest.mark.parametrize(
+    "name", ["language_model.model.embed_tokens.weight", "language_model.lm_head.weight"]
+)
+def test_too_few_tokens(name: str, bad: Path, ranks: Ranks) -> None:
+    """Megatron's parameter has rows of padding, which are no place for missing tokens."""
+    edit(bad, lambda tensors: tensors.update({name: tensors[name][:1000].clone()}), name)
+    for error in ranks.errors("just_load", src=str(bad), layout=ALL):
+        assert error.kind == "CheckpointError"
+        assert f"{name} is [1000, " in error.message
+
+
+def test_a_projector_of_the_other_family(bad: Path, ranks: Ranks) -> None:
+    own, other = ("mm_projector.", "multi_modal_projector.")
+    names = CheckpointReader(bad).names()
+    if not any(name.startswith(own) for name in names):
+        own, other = other, own
+    name = next(name for name in names if name.startswith(own))
+    renamed = other + name.removeprefix(own)
+    edit(bad, lambda tensors: tensors.update({renamed: tensors.pop(name)}), name)
+    for error in ranks.errors("just_load", src=str(bad), layout=ALL):
+        assert error.kind == "CheckpointError"
+        assert renamed in error.message
+
+
+def test_a_head_that_is_tied_and_there(bad: Path, ranks: Ranks) -> None:
+    config = json.loads((bad / "config.json").read_text())
+    (bad / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    for error in ranks.errors("just_load", src=str(bad), layout=Layout(tp=2, ep=2, etp=1)):
+        assert error.kind == "CheckpointError"
+        assert "tie_word_embeddings" in error.message
+
+
 def test_mistyped_packed(bad_int4: Path, ranks: Ranks) -> None:
     edit(
         bad_int4,
@@ -233,3 +273,20 @@ def test_request_for_vision_parameters(good: Path, ranks: Ranks) -> None:
     for error in ranks.errors("text_only", src=str(good), language_model_only=False):
         assert "language_model_only=True" in error.message
     ranks.run("text_only", src=str(good), language_model_only=True)
+
+
+def test_values_that_half_precision_cannot_hold(bad: Path, ranks: Ranks, tmp_path: Path) -> None:
+    edit(bad, lambda tensors: tensors[TEXT].view(-1)[3].fill_(1e5), TEXT)
+    arguments = {"src": str(bad), "dst": str(tmp_path / "out"), "layout": ALL, "dtype": "float16"}
+    for error in ranks.errors("export_as", **arguments):
+        assert TEXT in error.message
+        assert "torch.float16 cannot hold" in error.message
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_exports_config_states_its_dtype(good: Path, ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run("export_as", src=str(good), dst=str(tmp_path / "out"), layout=ALL, dtype="float32")
+    before, after = (json.loads((path / "config.json").read_text()) for path in (good, tmp_path / "out"))
+    stated = {key for key in ("torch_dtype", "dtype") if key in before["text_config"]}
+    assert stated
+    assert all(after["text_config"][key] == "float32" for key in stated)

@@ -6,9 +6,9 @@ the decoder's class, so that a member that a later vLLM adds is covered. `packed
 decoder's own dict: the decoder adds `fused_qkv_a_proj` to it when it is built.
 
 vLLM 0.26 to 0.33 accept LoRA on `kv_b_proj` and never apply it: MLA computes with the weight it absorbed
-when loading (vLLM issue 48974). Nor on the router (`mlp.gate`), in the same versions: the experts call the one that
-they were built with, while LoRA is put around another reference to it. Such adapters are refused here,
-where they would be served in part.
+when loading (vLLM issue 48974). Nor on the router (`mlp.gate`): the experts call the one that they were
+built with, while LoRA is put around another reference to it. Such adapters are refused here, where they
+would be served in part.
 
 pyproject.toml names `apply` as a vLLM plugin (group `vllm.general_plugins`), so every process of vLLM
 calls it. KIMI_BRIDGE_VLLM_LORA=0 turns it off.

@@ -118,11 +118,10 @@ def merge_adapter(
         CheckpointError: an adapter of another base, see `check_base` and `check_fingerprint`, NaN or Inf in
             it, and all that `Adapter` and dequantize_checkpoint raise it for.
     """
-    check_folders(destination(dst), Path(base), Path(adapter))
+    dst = destination(dst)
+    check_folders(dst, Path(base), Path(adapter))
     plan = plan_merge(base, adapter, int4, scheme, max_shard_size)
-    summary, findings = run_plan(
-        plan, destination(dst), Options(workers, ray_address, verify, False, overwrite, progress)
-    )
+    summary, findings = run_plan(plan, dst, Options(workers, ray_address, verify, False, overwrite, progress))
     return MergeSummary(
         **vars(summary),
         adapter=str(adapter),

@@ -81,10 +81,11 @@ def dequantize_checkpoint(
     `scheme` (its group size is the checkpoint's), which `require_fixed_point` makes an error.
     Raises CheckpointError, with the cure, for everything that goes wrong; `dst` shows nothing until the end.
     """
-    check_folders(destination(dst), Path(src))
+    dst = destination(dst)
+    check_folders(dst, Path(src))
     plan = plan_dequantize(src, max_shard_size, scheme)
     options = Options(workers, ray_address, verify, require_fixed_point, overwrite, progress)
-    return run_plan(plan, destination(dst), options)[0]
+    return run_plan(plan, dst, options)[0]
 
 
 def quantize_checkpoint(
@@ -107,10 +108,11 @@ def quantize_checkpoint(
     are what `reference` (an INT4 checkpoint) dequantizes to come back with its bits, the others by `scheme`.
     Everything else is as in dequantize_checkpoint.
     """
-    check_folders(destination(dst), Path(src), None if reference is None else Path(reference))
+    dst = destination(dst)
+    check_folders(dst, Path(src), None if reference is None else Path(reference))
     plan = plan_quantize(src, scheme, reference, max_shard_size)
     options = Options(workers, ray_address, verify, require_fixed_point, overwrite, progress)
-    return run_plan(plan, destination(dst), options)[0]
+    return run_plan(plan, dst, options)[0]
 
 
 def truncate_checkpoint(
@@ -133,10 +135,11 @@ def truncate_checkpoint(
     The result is a checkpoint like any other: router, expert bias, top-k and config fit; the tensors' bits
     are those of `src`. Everything else is as in dequantize_checkpoint.
     """
-    check_folders(destination(dst), Path(src))
+    dst = destination(dst)
+    check_folders(dst, Path(src))
     plan = plan_truncate(src, layers, experts, max_shard_size, scheme)
     options = Options(workers, ray_address, verify, require_fixed_point, overwrite, progress)
-    return run_plan(plan, destination(dst), options)[0]
+    return run_plan(plan, dst, options)[0]
 
 
 @dataclass

@@ -13,7 +13,7 @@ from kimi_bridge.errors import KimiBridgeError
 
 _POLICY = "trainer.policy"
 _QAT = f"{_POLICY}.model.fake_int4_qat"
-# Of a tensor's values; published weights have a few groups that no scheme gives back.
+# Of a tensor's values: a few groups may fit no scheme.
 _ODD_GROUPS = 0.01
 # What vLLM accepts and does not apply.
 _IGNORED = {"linear_kv_up_proj": "kv_b_proj", "router": "mlp.gate"}
